@@ -1,7 +1,8 @@
 """Scoring of rollouts, and evaluation of a model on problems.
 
-Sample j of a problem is drawn from its own random stream, keyed by (seed, set, problem, j). So a response depends
-neither on the other requests, nor on the number of samples, nor on where an interrupted evaluation continues.
+Sample j of a problem is drawn with random numbers hashed from the seed, the evaluation set, the problem and j. So a
+response depends neither on the other requests, nor on the number of samples, nor on where an interrupted evaluation
+continues.
 """
 
 import math
@@ -25,23 +26,24 @@ from jackpot.rollout.rewards.worker import MAX_REWARD
 from jackpot.rollout.tasks.base import Task, decoded_response
 
 OWN_SET = ""  # name of the task's own held-out problems among the evaluation sets
-# Responses are scored together when so many have ended, or so many seconds have passed: a kill loses no more of them.
+# `generate_and_score` scores ended responses as soon as there are this many, or this many seconds after it last scored.
+# So a killed evaluation loses few responses that were generated but not scored.
 _SCORE_BATCH = 64
 _SCORE_INTERVAL = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The k sampled responses to each of several problems: all of the first problem, then all of the second."""
+    """The k sampled responses to each of several problems, with scores; all k of the first problem come first."""
 
-    k: int  # samples of each problem
+    k: int  # number of samples of each problem
     rollouts: tuple[Rollout, ...]
-    responses: tuple[str, ...]  # decoded
+    responses: tuple[str, ...]  # text of each rollout
     scores: tuple[Score, ...]
 
     @property
     def has_verdict(self) -> bool:
-        """Return whether the task calls each response right or wrong."""
+        """Return whether the task judges responses as right or wrong, and does not only give rewards."""
         return any(score.correct is not None for score in self.scores)
 
     @property
@@ -51,28 +53,28 @@ class Evaluation:
 
     @property
     def accuracy_stderr(self) -> float:
-        """Return the standard error of `accuracy`, with the problems as a sample of all such problems."""
+        """Return the standard error of `accuracy`, where the problems are a random sample of all such problems."""
         return standard_error(self._means([bool(score.correct) for score in self.scores]))
 
     @property
     def pass_at_k(self) -> float:
-        """Return pass@k, the share of problems with a correct response among the k."""
+        """Return pass@k, the share of problems with at least one correct response among the k samples."""
         problems = [self.scores[first : first + self.k] for first in range(0, len(self.scores), self.k)]
         return sum(any(score.correct for score in problem) for problem in problems) / len(problems)
 
     @property
     def reward(self) -> float:
-        """Return the mean of the task's rewards, before shaping."""
+        """Return the mean reward of a response as the task gave it, without the penalty for overlong responses."""
         return sum(score.reward for score in self.scores) / len(self.scores)
 
     @property
     def reward_stderr(self) -> float:
-        """Return the standard error of `reward`, with the problems as a sample of all such problems; NaN for one."""
+        """Return the standard error of `reward`, where problems are a random sample; NaN for a single problem."""
         means = self._means([score.reward for score in self.scores])
         return float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
 
     def _means(self, values: Sequence[float]) -> NDArray[np.float64]:
-        """Return the mean over the k samples of each of P problems: [P]."""
+        """Average values of all responses over the k samples of each of P problems: P * k values -> [P]."""
         return np.array(values, dtype=np.float64).reshape(-1, self.k).mean(axis=1)
 
     @property
@@ -91,7 +93,7 @@ class Evaluation:
         return sum(rollout.finish == "length" for rollout in self.rollouts) / len(self.rollouts)
 
     def role_metrics(self) -> dict[str, float]:
-        """Return the metrics of the held-out problems, logged as `eval/ROLE_...`; no accuracy without a verdict."""
+        """Return metrics of a model on held-out problems, logged as `eval/ROLE_...`; no accuracy without a verdict."""
         metrics = {"reward": self.reward}
         if self.has_verdict:
             metrics |= {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr}
@@ -101,7 +103,7 @@ class Evaluation:
         return metrics | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
-        """Return the metrics of a benchmark, logged as `eval/NAME/...`; rewards where its task has no verdict."""
+        """Return metrics of a benchmark, logged as `eval/NAME/...`; the reward replaces mean@k without a verdict."""
         if self.has_verdict:
             metrics = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr}
             metrics["pass_at_k"] = self.pass_at_k
@@ -128,7 +130,8 @@ def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, nam
     Drafts are accepted exactly (lam 1), because an evaluation measures the model, and not what relaxed drafts make of
     its distribution.
     """
-    # Sample 0 of the held-out problems is keyed by the problem alone, so more samples or sets leave it unchanged.
+    # Seed and uid of sample 0 of a held-out problem come from the problem alone, so the response stays the same where
+    # more samples or more evaluation sets are asked for.
     key = (prompt.uid, *((sample,) if sample else ())) if name == OWN_SET else (name, prompt.uid, sample)
     return Request(
         uid="/".join(map(str, ("eval", *key))),
@@ -152,7 +155,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample k responses to each prompt and score them.
 
-    The same seed draws the same uniforms in every call, so two evaluations of a run differ by the model alone.
+    Equal seeds give equal random numbers in every call, so two evaluations of a run differ by the model alone.
     """
     requests = [eval_request(prompt, sample, sampling, seed, name) for prompt in prompts for sample in range(k)]
     rollouts = generate_rollouts(engine, task, tokenizer, requests)
@@ -173,11 +176,11 @@ def generate_and_score(
     """
 
     def scored(rollouts: Sequence[Rollout]) -> list[ScoredResponse]:
-        """Decode and score rollouts."""
+        """Decode and score rollouts, in their order."""
         responses, scores = score_rollouts(rollouts, task, tokenizer)
         return list(map(ScoredResponse, rollouts, responses, scores))
 
-    ended: list[Rollout] = []  # since rollouts were last scored
+    ended: list[Rollout] = []  # rollouts that have ended and are not scored yet
     last_time = time.monotonic()
     for rollout in _as_completed(engine, task, tokenizer, iter(requests), concurrency):
         ended.append(rollout)
@@ -192,7 +195,7 @@ def generate_and_score(
 def _as_completed(
     engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Iterator[Request], concurrency: int
 ) -> Iterator[Rollout]:
-    """Yield rollouts as they end.
+    """Generate the responses to requests, chunk by chunk, and yield the rollouts of a chunk as they end.
 
     Two chunks of `concurrency` requests are in flight, so that the engine has work while the last responses of the
     older chunk are generated.
@@ -228,7 +231,7 @@ def start_scoring(
 def decoded_responses(
     rollouts: Sequence[Rollout], task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> list[DecodedResponse]:
-    """Decode rollouts to the responses that a task scores."""
+    """Decode the tokens of rollouts to text, in the form in which a task scores responses."""
     return [
         decoded_response(
             tokenizer,

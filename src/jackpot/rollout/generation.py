@@ -1,6 +1,7 @@
-"""The scored responses to one batch of prompts, and their form in a checkpoint: plain values and one tensor a column.
+"""Generation batches, the scored responses to one batch of prompts, and how a checkpoint stores such a batch.
 
-A rollout batch consists of one generation batch, or of several where groups of responses are filtered.
+The rollout batch of an iteration consists of one generation batch, or of several if `batch.filter_groups` drops groups
+of responses with equal rewards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ class PromptGroup:
     """The usable responses to one prompt, with their scores."""
 
     members: list[ScoredRollout]
-    # Whether the members that are compared with each other all have equal rewards, as the task gave them (unshaped)
+    # True if the responses that are compared with each other, all members or those of one model, have equal rewards, as
+    # the task gave them, without a penalty for overlong responses
     has_equal_rewards: bool
 
     def scores(self) -> list[tuple]:
@@ -28,15 +30,15 @@ class PromptGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBatch:
-    """All responses to one batch of prompts, in the order of the requests."""
+    """All responses to one batch of prompts, with the scores of those that can be trained on."""
 
-    generated: list[Rollout]
-    discarded: dict[str, str]  # uid of an unusable rollout and the reason, `aborted` or `non_finite`
-    groups: list[PromptGroup]  # by prompt, without discarded rollouts and without empty groups
+    generated: list[Rollout]  # all rollouts, discarded ones too, in the order of the requests
+    discarded: dict[str, str]  # by uid of an unusable rollout, the reason: `aborted` or `non_finite`
+    groups: list[PromptGroup]  # one for each prompt that has a rollout which was not discarded
     metrics: dict[str, float]  # metrics that the engines report, by name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batch as plain values and one tensor a column, which torch loads with `weights_only`."""
+        """Return the batch as plain values and one tensor per token column, without objects that need pickle."""
         prompts = {rollout.prompt.uid: rollout.prompt for rollout in self.generated}
         rollouts = [
             (rollout.uid, rollout.prompt.uid, rollout.finish, rollout.sampled_by, len(rollout.token_ids))
@@ -54,7 +56,7 @@ class GenerationBatch:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "GenerationBatch":
-        """Return the batch of which `state_dict` returned `state`."""
+        """Make a batch again from `state`, which its `state_dict` returned."""
         prompts = [Prompt(**_named(Prompt, values)) for values in state["prompts"]]
         prompt_of = {prompt.uid: prompt for prompt in prompts}
 
@@ -86,19 +88,19 @@ class GenerationBatch:
 
 
 def _joined(rollouts: Sequence[Rollout], name: str) -> Tensor:
-    """Join a column of all rollouts, [tokens of all rollouts, ...].
+    """Join the column `name` of all rollouts along the tokens: [tokens of all rollouts, ...].
 
-    Rollouts without tokens are left out, because the K of their empty lists may differ.
+    Rollouts without tokens are left out, since their columns [0, K] may have another K, the number of top log-probs.
     """
     columns = [getattr(rollout, name) for rollout in rollouts]
     return torch.cat([column for column in columns if len(column)] or columns[:1])
 
 
 def _values(item: Prompt | Score) -> tuple:
-    """Return the values of the fields; unlike `dataclasses.astuple`, copy nothing."""
+    """Return the values of an item's fields in the order of the fields; unlike `dataclasses.astuple`, copy nothing."""
     return tuple(getattr(item, name) for name in item.__dataclass_fields__)
 
 
 def _named(kind: type, values: Sequence[Any]) -> dict[str, Any]:
-    """Return the values of the fields of a dataclass by the fields' names."""
+    """Return keyword arguments for the dataclass `kind` from the values of its fields, in the order of the fields."""
     return dict(zip(kind.__dataclass_fields__, values, strict=True))

@@ -21,19 +21,19 @@ from jackpot.rollout.tasks.base import Task, decoded_response
 def stream_rollouts(
     engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]
 ) -> Iterator[Rollout]:
-    """Yield the rollout of every request as it ends, in any order.
+    """Generate the response to every request, and yield its rollout as soon as the response ends, in any order.
 
-    For a task without `turn_end_token_ids` the requests go to the engine as they are, and come back as its rollouts.
+    For a task without `turn_end_token_ids` the requests go to the engine unchanged, and its rollouts are yielded.
 
     The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
     are submitted while the caller waits for the next rollout.
 
-    `sampling.max_new_tokens` counts all tokens of a response, the environment's too. A reply that leaves no room for
-    one more token, there or in the context, is dropped and ends the response as `length`. Without a reply the response
-    ends as `stop`. An aborted turn aborts its response.
+    `sampling.max_new_tokens` counts all tokens of a response, the environment's too. A reply of the environment that
+    leaves no room for one more token, within that limit or in the context, is dropped, and the response ends as
+    `length`. If the environment gives no reply, the response ends as `stop`. An aborted turn aborts its response.
 
     Raises:
-        EngineError: a uid already in flight, a prompt that the engine refuses, or a turn that it does not return.
+        EngineError: a uid is already in flight, or the engine refuses a prompt or does not return a turn.
     """
     if not task.turn_end_token_ids:
         engine.submit(requests)
@@ -49,13 +49,13 @@ def stream_rollouts(
 def generate_rollouts(
     engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, requests: Sequence[Request]
 ) -> list[Rollout]:
-    """Return the rollouts of `stream_rollouts` when all have ended, in the order of the requests."""
+    """Generate the responses to all requests, of one or several turns; return the rollouts in the requests' order."""
     rollouts = {rollout.uid: rollout for rollout in stream_rollouts(engine, task, tokenizer, requests)}
     return [rollouts[request.uid] for request in requests]
 
 
 def _single_turns(engine: Engine, pending: set[str]) -> Iterator[Rollout]:
-    """Collect the rollouts of the requests with the uids `pending`."""
+    """Collect the rollouts of the requests with the uids `pending`, and yield each as it ends."""
     while pending:
         rollouts = _next_turns(engine, pending)
         rollouts += engine.collect(len(pending), timeout=0.0, uids=pending)
@@ -64,9 +64,10 @@ def _single_turns(engine: Engine, pending: set[str]) -> Iterator[Rollout]:
 
 
 def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Rollout]:
-    """Collect turns and submit the next ones until every episode of `pending`, keyed by turn uid, has ended.
+    """Submit the next turn of each episode whose turn has finished, and yield the rollout of each episode that ends.
 
-    Turns are collected one at a time: a reply must be in the queue before the engine composes its next batch.
+    `pending` has the episodes by the uid of the turn that is generated. Turns are collected one at a time, since the
+    next turn must be in the engine's queue before the engine composes its next batch.
     """
     while pending:
         for turn in _next_turns(engine, pending):
@@ -82,7 +83,7 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Ro
 
 
 def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
-    """Wait for a turn with one of the uids `pending`."""
+    """Wait until a turn with one of the uids `pending` is finished, and return it in a list."""
     turns = engine.collect(1, uids=pending)
     if not turns:
         raise EngineError(f"the engine has nothing left to return; missing: {', '.join(sorted(pending)[:5])}")
@@ -90,9 +91,10 @@ def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
 
 
 class _Episode:
-    """A response in the making: segments of the model and of the environment, each with the columns of a rollout.
+    """A response of several turns while it is generated: turns of the model and, between them, replies.
 
-    Each turn samples at least one token, so the limit on tokens also bounds the number of turns.
+    Turns and replies are segments, each stored as a `Rollout`. Each turn samples at least one token, so the limit on
+    tokens also bounds the number of turns.
     """
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
@@ -111,7 +113,7 @@ class _Episode:
             "stop_token_ids": request.sampling.stop_token_ids + self._task.turn_end_token_ids,
         }
 
-        turn = len(self._segments) // 2
+        turn = len(self._segments) // 2  # number of earlier turns, each of which a reply follows
         return replace(
             request,
             uid=f"{request.uid}/turn {turn}" if turn else request.uid,
@@ -121,7 +123,7 @@ class _Episode:
         )
 
     def add_turn(self, turn: Rollout) -> None:
-        """Append a turn of the model and the environment's reply to that turn, or set `finish`."""
+        """Append a turn of the model and the environment's reply to it; set `finish` if the response ends here."""
         self._segments.append(turn)
         response, sampled = self._column("token_ids"), self._column("sampled_mask")
         if turn.finish != "stop" or int(response[-1]) not in self._task.turn_end_token_ids:
@@ -141,12 +143,12 @@ class _Episode:
             self._segments.append(_reply_segment(token_ids, turn))
 
     def rollout(self, finish: Finish) -> Rollout:
-        """Return all segments as one rollout of the request."""
+        """Return all turns and replies as one rollout, the response to the request."""
         columns = {name: self._column(name) for name in TOKEN_COLUMNS}
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=finish, sampled_by=None, **columns)
 
     def _column(self, name: str) -> torch.Tensor:
-        """Return a column of all tokens of the response so far, [T, ...]; before the first turn, no token ids."""
+        """Return the column `name` for all tokens of the response so far: [T, ...], or [0] before the first turn."""
         if not self._segments:
             return torch.zeros(0, dtype=torch.int64)
         return torch.cat([getattr(segment, name) for segment in self._segments])

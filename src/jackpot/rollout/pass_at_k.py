@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jackpot.core.errors import DataError
 from jackpot.core.statistics import Interval, student_t
 
-_PSEUDO_PROBLEMS = 2  # problems of the largest possible spread that the standard error adds to those measured
+_PSEUDO_PROBLEMS = 2  # number of made-up problems, as far apart as possible, that `standard_error` adds
 
 
 def reported_ks(samples: int) -> list[int]:
@@ -46,12 +46,12 @@ def pass_probabilities(samples: int, k: int) -> NDArray[np.float64]:
 def standard_error(values: NDArray[np.float64]) -> float:
     """Return the standard error of the mean of numbers from 0 to 1, one for each problem: [P] -> a number above 0.
 
-    `_PSEUDO_PROBLEMS` problems with the largest spread that their mean allows are added, since the measured spread of a
-    few problems is too small whenever rare ones are missing. Where all values are 0, or all are 1, one problem with the
-    other value is assumed.
+    The variance of a few problems is too small whenever rare problems are missing. So `_PSEUDO_PROBLEMS` problems are
+    added whose variance is the largest with this mean, mean (1 - mean). Where all values are 0, or all are 1, the mean
+    is taken as if there were one more problem of value 0 and one of value 1.
     """
     problems, mean = len(values), float(values.mean())
-    largest = mean * (1.0 - mean)
+    largest = mean * (1.0 - mean)  # largest variance that numbers from 0 to 1 with this mean can have
     if largest <= 0.0:
         mean = (float(values.sum()) + 1.0) / (problems + 2.0)
         return sqrt(mean * (1.0 - mean) / problems)
@@ -62,11 +62,11 @@ def standard_error(values: NDArray[np.float64]) -> float:
 def estimate_mean(values: NDArray[np.float64]) -> Interval:
     """Estimate the mean over problems of numbers from 0 to 1, one for each problem: [P].
 
-    The interval is Wilson's, for problems that are a sample of all such problems: with e the standard error of the
-    mean, the m for which |m - mean| <= t sqrt(m (1 - m) / N). N = mean (1 - mean) / e^2 is the number of responses to
-    as many problems that would have this standard error (P where all problems come out alike), and t is Student's
-    quantile of P - 1 degrees of freedom. A bootstrap of few problems with rare correct responses covers far less than
-    it says (docs/compare.md).
+    The problems count as a random sample of all such problems. The interval is Wilson's: all m for which
+    |m - mean| <= t sqrt(m (1 - m) / N), where t is Student's quantile with P - 1 degrees of freedom. N is the number of
+    independent responses whose mean would have the same standard error e, mean (1 - mean) / e^2, or P where all values
+    are 0 or all are 1. For few problems with rare correct responses, intervals of a bootstrap would contain the true
+    mean far less often than they promise (docs/compare.md). A single problem gets no interval.
 
     Raises:
         DataError: there are no problems.
@@ -89,7 +89,7 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
 
 
 def pass_at_k(correct: NDArray[np.int64], samples: int) -> dict[int, Interval]:
-    """Estimate pass@k for each k of `reported_ks(samples)`: `correct` [P] of `samples` responses to each problem."""
+    """Estimate pass@k for each k of `reported_ks(samples)`; `correct` [P] counts right responses to each problem."""
     return {k: estimate_mean(pass_probabilities(samples, k)[correct]) for k in reported_ks(samples)}
 
 
@@ -106,7 +106,7 @@ class ResponseOutcomes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSummary:
-    """A summary of the responses to the problems of one evaluation set; shares are of all responses.
+    """A summary of the responses to the problems of one evaluation set. Every share is a share of all responses.
 
     Aborted responses, and responses that could not be scored, count as wrong. A response that was cut at the length
     limit counts as the task scored it.
@@ -116,17 +116,17 @@ class EvaluationSummary:
     k: int  # responses to each problem
     mean_at_k: Interval | None  # None where the task has no verdict
     pass_at_k: Mapping[int, Interval]  # by k; empty where the task has no verdict
-    reward: float  # mean
-    truncated: float  # share cut at the length limit
-    aborted: float  # share aborted by the engine
-    reward_timeouts: float  # share whose scoring took too long
-    reward_crashes: float  # share whose scoring failed
+    reward: float  # mean reward of a response
+    truncated: float  # share of responses cut at the length limit
+    aborted: float  # share of responses aborted by the engine
+    reward_timeouts: float  # share of responses whose scoring took too long
+    reward_crashes: float  # share of responses whose reward crashed or was not a valid number
     tokens: float  # mean response length, tokens
-    tokens_total: int
+    tokens_total: int  # tokens of all responses together
 
 
 def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
-    """Compute the summary of one evaluation set from the outcomes of its responses.
+    """Compute the summary of one evaluation set from the outcomes of the responses to its problems.
 
     Raises:
         DataError: there are no problems or no responses.

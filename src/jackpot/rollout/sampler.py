@@ -29,7 +29,7 @@ from jackpot.rollout.multi_turn import stream_rollouts
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.tasks.base import PromptStream, Task
 
-_ADVICE: Mapping[RewardError, str] = {  # by why a reward failed
+_ADVICE: Mapping[RewardError, str] = {  # advice in the error, by the reason why a reward failed
     "crash": "Mend it (a reward function is called with problem, response, answer and finished, by name)",
     "invalid": "Have it return a number",
     "timeout": "Make it faster, or raise task.reward_timeout, task.reward_batch_timeout or task.reward_workers",
@@ -38,10 +38,10 @@ _ADVICE: Mapping[RewardError, str] = {  # by why a reward failed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
-    """The rollouts of one iteration, and the sums of their metrics."""
+    """The rollouts that one iteration trains on, and metrics of all rollouts that were generated for it."""
 
     scored: list[ScoredRollout]  # rollouts to train on
-    sums: Sums  # metrics over everything that was generated, also over what is not trained on
+    sums: Sums  # metrics by name, over all generated rollouts, also those that are not trained on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ class Sampler:
         prompts: source of training prompts.
         clock: times `rollout` (waiting for the engine) and `score` (scoring responses).
         event: called with (iteration, event) for every rollout that is discarded or cannot be scored.
-        check: called with (iteration, rollouts) once the rollout batch of an iteration is complete; `rollouts` are the
-            usable ones of its first generation batch, before groups are filtered. The engines still hold the weights
-            that generated these rollouts.
+        check: called with (iteration, rollouts) once the rollout batch of an iteration is complete. `rollouts` come
+            from the first generation batch that has a usable response: all with tokens and finite log-probs, aborted
+            ones too. The engines still hold the weights that generated these rollouts.
     """
 
     def __init__(
@@ -148,7 +148,8 @@ class Sampler:
     def takes_weights(self) -> bool:
         """Return whether the engines should take new weights once they have generated everything they were given.
 
-        They should where no more batches are under way than the learner trains on until then.
+        They should unless more batches are under way than `batches_in_reserve`, the number that waits for training when
+        the next batches begin.
         """
         return len(self._under_way) <= self._reserve
 
@@ -175,21 +176,22 @@ class Sampler:
         self._under_way = {iteration: list(map(GenerationBatch.from_state, batches)) for iteration, batches in ahead}
 
     def _complete(self, iteration: int, under_way: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
-        """Wait for the rollout batch of an iteration and check it, unless it is already complete and checked."""
+        """Return the generation batches of an iteration once they are complete; call `check` unless that was done."""
         if not isinstance(under_way, _PendingBatch):
             return under_way
 
         batches = self._generate(iteration, under_way)
         first = next((batch for batch in batches if batch.groups), None)
 
-        # Aborted responses are checked too: they are the long ones, and without them the rest would end too often.
+        # Aborted responses are checked too. They are the long ones, and the others alone end earlier than the model's
+        # responses do.
         if first:
             readable = [rollout for rollout in first.generated if first.discarded.get(rollout.uid) != "non_finite"]
             self._check(iteration, [rollout for rollout in readable if len(rollout.token_ids)])
         return batches
 
     def _generate(self, iteration: int, pending: _PendingBatch) -> list[GenerationBatch]:
-        """Wait for a generation batch; with `batch.filter_groups` also generate the further batches that are needed."""
+        """Wait for the batch `pending` and the further batches that `batch.filter_groups` needs; return all batches."""
         batches = [self._wait(pending)]
         if iteration == 1:
             self._check_rewards(batches[0].groups)
@@ -232,9 +234,9 @@ class Sampler:
         )
 
     def _submit(self, iteration: int) -> _PendingBatch:
-        """Submit the requests of one generation batch to the engine."""
+        """Draw prompts, and submit the requests of one generation batch to the engines."""
         for engine in self._engines.values():
-            engine.take_metrics()  # drops what an evaluation has left there
+            engine.take_metrics()  # drops the metrics of an evaluation
 
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
@@ -249,12 +251,13 @@ class Sampler:
 
     def _wait(self, pending: _PendingBatch) -> GenerationBatch:
         """Wait for a generation batch; begin to score each group once it is complete, while others are generated."""
-        members: dict[str, list[str]] = {}
+        members: dict[str, list[str]] = {}  # by prompt uid, the uids of the prompt's requests
         for request in pending.requests:
             members.setdefault(request.prompt.uid, []).append(request.uid)
 
         rollouts: dict[str, Rollout] = {}
-        reasons: dict[str, str] = {}
+        reasons: dict[str, str] = {}  # by uid of a discarded rollout, the reason
+        # By uid of the prompt of a complete group, its usable rollouts and the function that waits for their scores.
         scoring: dict[str, tuple[list[Rollout], Callable[[], list[Score]]]] = {}
 
         while len(scoring) < len(members):
@@ -275,7 +278,8 @@ class Sampler:
             groups = {prompt: self._group(usable, wait()) for prompt, (usable, wait) in scoring.items()}
 
         metrics = {name: value for engine in self._engines.values() for name, value in engine.take_metrics().items()}
-        # No metrics: all responses had finished while the sampler waited for the batch before.
+        # Without metrics, all responses had finished while the sampler waited for the batch before, whose metrics then
+        # include those of this batch.
         if not metrics and "policy" in pending.sampled_by.values():
             metrics = self._engine_metrics
         self._engine_metrics = metrics
@@ -346,7 +350,7 @@ class Sampler:
 
 
 def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean]) -> ForwardCost:
-    """Return the cost of a policy pass with drafts: what both models compute for one token read without drafts."""
+    """Return what policy and draft model together compute for each token that the policy would read without drafts."""
     policy, draft = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
     of_policy, of_draft = costs["policy"], costs["rollout_model"]
     return ForwardCost(
@@ -358,8 +362,9 @@ def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean])
 def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> list[Role]:
     """Return the model that generates each response of a generation batch.
 
-    Where the share makes 2.3 responses, it is 3 with probability 0.3 and else 2, so that the share is met on average.
-    Hashes of the uids choose the prompts; the order of the prompts does not matter.
+    Where the share of the rollout model makes 2.3 responses, it generates 3 with probability 0.3 and else 2, so that
+    the share is met on average; with `split: prompt` the same holds for prompts. Hashes of the uids choose the prompts,
+    so the order of the prompts does not matter.
 
     Args:
         prompts: uid of the prompt of each response; the responses of a group stand one after the other.
@@ -375,7 +380,8 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
-    # How many responses to each prompt the rollout model generates
+    # How many responses to each prompt the rollout model generates: all responses to the first prompts by hash, or else
+    # `least` to every prompt and one more to the first `more` of them. Adding `chance` rounds the number at random.
     if model.split == "prompt":
         count = int(share * len(by_hash) + chance)
         remaining = dict.fromkeys(by_hash[:count], config.batch.group_size)
@@ -402,7 +408,7 @@ def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
 
 
 def tokens_read(rollout: Rollout) -> int:
-    """Return how many tokens a model reads to generate or score a rollout: all of prompt and response but the last."""
+    """Return how many tokens a model reads to generate or score a rollout: prompt and response but the last token."""
     return len(rollout.prompt.token_ids) + len(rollout.token_ids) - 1
 
 
@@ -411,7 +417,7 @@ def discard_reason(rollout: Rollout) -> str | None:
     if rollout.finish == "aborted":
         return "aborted"
     log_probs = rollout.rollout_log_probs
-    # The sum is cheaper and nearly always decides.
+    # A finite sum shows that all log-probs are finite; it is cheaper than a look at each, and nearly always decides.
     is_finite = math.isfinite(log_probs.sum()) or log_probs[rollout.sampled_mask].isfinite().all()
     return None if is_finite else "non_finite"
 
@@ -425,7 +431,9 @@ def _rollout_sums(
     """Return the metrics of rewards and responses over everything that was generated.
 
     Args:
-        discarded: the reason for each rollout that was discarded.
+        discard_reasons: the reason for each rollout that was discarded.
+        groups: the scored rollouts, which are not discarded.
+        costs: by model, the cost of a forward pass.
     """
     scored = [member for group in groups for member in group.members]
     scores = [member.score for member in scored]

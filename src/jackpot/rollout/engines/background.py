@@ -2,16 +2,16 @@
 
 Two sides share the state of a `BackgroundEngine`, always under one condition (`_changed`):
 
-- The *caller* (the trainer's thread) adds requests in `submit`. In `collect` it waits for the condition; it is
-  unblocked when enough rollouts are finished, when none is unfinished, when generation has failed, or by its timeout.
-  It produces calls of `_begin`, which hand requests over and return at once.
+- The *caller* (the trainer's thread) adds requests in `submit`, which hands them over by `_begin` and returns at once.
+  In `collect` it waits for the condition, until enough rollouts are finished, no request is unfinished, generation has
+  failed, or its timeout has passed.
 - The *generating side* (a thread of this process, or servers) consumes the requests. It produces finished rollouts
   through `_complete`, or one failure through `_fail`, after which every call of the caller raises.
 
-A `ThreadEngine` generates on one thread, which alone touches the model. That thread consumes a queue of calls (new
-requests, weights, sleep) and takes generation steps between them. It waits for the queue only while nothing is
-unfinished, is unblocked by `_post` and `close`, and produces the results of the calls as futures. The end of the thread
-also unblocks a caller that waits for a future.
+A `ThreadEngine` generates on one thread, which alone touches the model. That thread takes calls (new requests, weights,
+sleep) from a queue, and takes generation steps between two calls. It waits for the queue only while no request is
+unfinished, until `_post` or `close` adds a call. The results of calls are futures. The end of the thread also unblocks
+a caller that waits for a future.
 """
 
 import queue
@@ -32,11 +32,11 @@ Result = TypeVar("Result")
 class BackgroundEngine(QueuedEngine):
     """An engine that generates in the background, on another thread or in other processes, while its caller works.
 
-    `_begin` starts generating; later `_complete` takes each response, or `_fail` ends all of them.
+    `_begin` starts generating; later the generating side hands over each response by `_complete`, or ends by `_fail`.
     """
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
-        """Return finished rollouts as `Engine.collect` does; after a failure return what had finished, then raise.
+        """Return finished rollouts as `Engine.collect` does; after a failure, raise it once all of them were returned.
 
         Raises:
             EngineError: the engine is closed or has failed, or `n` is negative.
@@ -44,6 +44,7 @@ class BackgroundEngine(QueuedEngine):
         self._check_open(despite_failure=True)
 
         def is_settled() -> bool:
+            """Return whether `collect` need not wait: enough rollouts, no unfinished request, or a failure."""
             in_flight = self._in_flight
             return len(in_flight.completed(uids)) >= n or not in_flight.num_unfinished or self._failure is not None
 
@@ -55,7 +56,7 @@ class BackgroundEngine(QueuedEngine):
             return rollouts
 
     def _complete(self, rollouts: Sequence[Rollout], drafts: DraftCounts | None = None) -> None:
-        """Hand finished rollouts to the caller, from the side that generates.
+        """Hand finished rollouts to the caller; the generating side calls this.
 
         Args:
             drafts: counts of the drafts of these rollouts; None: nothing was drafted.
@@ -67,7 +68,7 @@ class BackgroundEngine(QueuedEngine):
             self._changed.notify_all()
 
     def _fail(self, failure: EngineError) -> None:
-        """Record that generation cannot go on, from the side that generates; every later call raises `failure`."""
+        """Record that generation cannot go on; the generating side calls this, and later calls raise `failure`."""
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
@@ -77,7 +78,7 @@ class ThreadEngine(BackgroundEngine):
     """An engine that generates on a thread of this process, which alone touches the model and its state."""
 
     def __init__(self, version: Version, thread_name: str) -> None:
-        """Start the thread that generates; a subclass first sets the attributes that `_step` reads.
+        """Start the thread that generates; a subclass sets the attributes that `_step` reads before it calls this.
 
         Args:
             thread_name: name of the thread, which errors mention.
@@ -110,7 +111,7 @@ class ThreadEngine(BackgroundEngine):
                 if not self._thread.is_alive():
                     raise self._failure or EngineError(f"the thread of {self._thread.name} has ended") from None
 
-    # On the thread
+    # Methods that run on the engine's thread
 
     @property
     @abstractmethod
@@ -122,10 +123,10 @@ class ThreadEngine(BackgroundEngine):
         """Generate for a short time, and hand over the finished rollouts with `_complete`."""
 
     def _shut_down(self) -> None:
-        """Free what the thread owns, such as a model; this is the thread's last call."""
+        """Free what the thread owns, such as a model; the thread calls this last."""
 
     def _run(self) -> None:
-        """Serve calls and take steps until `close` or a failure."""
+        """Do the calls in the queue, and take generation steps while it is empty, until `close` or a failure."""
         try:
             while True:
                 try:
@@ -153,4 +154,5 @@ class ThreadEngine(BackgroundEngine):
             raise
 
     def _as_failure(self, error: BaseException) -> EngineError:
+        """Return the EngineError that tells the caller why the thread has ended."""
         return EngineError(f"{self._thread.name} cannot go on: {type(error).__name__}: {error}. Make a new engine")

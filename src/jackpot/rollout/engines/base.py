@@ -44,7 +44,7 @@ class Capabilities:
     # Name of the number formats of linear layers and cache. Training in these formats (`precision: fp8`) computes the
     # same bits on a CPU, but for rounding in the output layer. None: no training computes the same bits.
     number_formats: str | None = None
-    coded_weights: CodedWeights | None = None  # weights that are sent as codes and scales; None: no weights are
+    coded_weights: CodedWeights | None = None  # weights that may be sent quantized, as codes and scales; None: none
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
     device: str  # kind of device that the model computes on, such as "cpu" or "cuda"
     sleeps: bool = False  # True where `sleep` releases memory
@@ -90,18 +90,19 @@ class Engine(ABC):
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return the log-probs of response tokens under the current weights, [T] float32 for each rollout.
 
-        They are taken at `temperature`, without top-p and top-k.
+        The log-probs are those at `temperature`, without top-p and top-k.
         """
 
     @abstractmethod
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights and return the `weights_digest`, in `capabilities.dtype`, of the weights received.
 
-        All weights of `capabilities.coded_weights` may come as two tensors, codes and scales. Then every tensor comes
-        in the dtype in which the engine holds it, and the digest takes every tensor in that dtype.
+        The weights that `capabilities.coded_weights` names may be sent quantized, each as two tensors, codes and
+        scales. Then every tensor is sent in the dtype in which the engine holds it, and the digest is that of these
+        tensors.
 
         An engine that stores weights in another form (fused, quantized) computes the digest of the tensors from which
-        that form was made. The trainer compares it with the digest of the weights that it sent. Tokens generated later
+        it made that form. The trainer compares this digest with that of the weights it sent. Tokens generated later
         carry `version`; cached keys and values of the old weights are dropped.
 
         Raises:
@@ -112,24 +113,24 @@ class Engine(ABC):
     def sleep(self) -> None:
         """Release memory until the next `update_weights`.
 
-        An engine whose `capabilities` say that it `sleeps` raises EngineError when it is asked to generate or score
-        before that.
+        Until then an engine with `capabilities.sleeps` raises EngineError when it is asked to generate or score; other
+        engines do nothing here.
         """
         return  # most engines have no memory to release
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call, such as a server that came back, for `events.jsonl`.
 
-        Each has a name under `event` and its details under further keys.
+        Each event has its name under `event` and its details under further keys.
         """
         return []
 
     def take_draft_counts(self) -> DraftCounts:
-        """Return and forget the counts of drafts over the responses that finished since the last call."""
+        """Return the counts of drafts over the responses finished since the last call, and begin to count anew."""
         return DraftCounts()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return and forget the metrics of drafts since the last call (docs/metrics.md); empty where nothing drafts."""
+        """Return the metrics of `take_draft_counts` (docs/metrics.md) and begin to count anew; empty without drafts."""
         return self.take_draft_counts().metrics()
 
     @abstractmethod
@@ -160,10 +161,11 @@ class Engine(ABC):
 
 
 def quantized_event(quantization: str, conversion: Conversion, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the event that reports the share of weights that an engine quantized, and how many tensors it did not.
+    """Return the event that says what share of its weights an engine quantized, and why it left tensors as they are.
 
     Args:
-        quantization: key of `SCHEMES`.
+        quantization: name of the quantization, a key of `SCHEMES`.
+        conversion: which parameters were quantized, and the reason for each that was not.
         sizes: number of elements of every parameter, by name.
     """
     share = sum(sizes[name] for name in conversion.converted) / sum(sizes.values())

@@ -1,6 +1,6 @@
-"""Checks that all engines share, of requests, of rollouts to score and of new weights, with one wording of each error.
+"""Checks of requests, of rollouts to score and of new weights, which all engines share, with one text for each error.
 
-An engine calls them before it does anything, so that a refused call changes nothing.
+An engine makes these checks before it does anything, so that a refused call changes nothing.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ ASLEEP = "the engine sleeps and has no weights; send them with update_weights fi
 
 
 def check_request(request: Request, capabilities: Capabilities) -> None:
-    """Raise EngineError for a request that the engine cannot fulfill: its prompt, top log-probs or seed."""
+    """Raise EngineError for a request whose prompt, number of top log-probs or seed the engine cannot take."""
     prompt, num_top = request.prompt.token_ids, request.sampling.num_top_log_probs
     max_model_len, vocab_size = capabilities.max_model_len, capabilities.vocab_size
 
@@ -64,8 +64,9 @@ def check_weights(
     """Raise EngineError unless every parameter is sent exactly once and in its shape.
 
     Args:
-        codes: parameters that may be sent as codes and scales instead, either all of them or none.
+        codes: parameters that may be sent quantized, as codes and scales, either all of them or none.
     """
+    # Dtype of the codes of each parameter: those that were sent, and those that the engine takes.
     as_codes = {name: tensor.dtype for name, tensor in weights if tensor.dtype in LARGEST}
     expected = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}
     if as_codes and as_codes != expected:

@@ -1,6 +1,6 @@
-"""Counts of what drafts are worth and what they cost, with one definition for all engines.
+"""Counts of the tokens that drafts save and cost, with one definition for all engines.
 
-Drafts are tokens that one model proposes and the model of the engine accepts or replaces.
+Drafts are tokens that a draft model proposes, and that the engine's own model, the policy, accepts or replaces.
 """
 
 import math
@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Sums, over responses, of what drafts are worth and what they cost."""
+    """Numbers of drafts, forward passes and tokens that models read, summed over responses."""
 
     tokens: int = 0  # tokens generated
     passes: int = 0  # forward passes of the policy for a response, the pass over its prompt included
-    verifications: int = 0  # those of the passes that verified drafts
-    verified: int = 0  # tokens that verifications gave, the token after the last accepted draft included
-    judged: int = 0  # drafts that were accepted or rejected; those after a rejected draft are not judged
+    verifications: int = 0  # number of these passes that verified drafts
+    verified: int = 0  # tokens that such passes gave: accepted drafts, and the token after the last of them
+    judged: int = 0  # drafts that were accepted or rejected; drafts after a rejected one are neither
     accepted: int = 0  # judged drafts that were accepted
     read_alone: int = 0  # tokens that the policy would read to generate the responses without drafts
     read_by_policy: int = 0  # tokens that the policy read
@@ -27,7 +27,7 @@ class DraftCounts:
         return self
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of drafts by name; empty where nothing was generated."""
+        """Return the metrics of drafts (docs/metrics.md) by name; empty where no token was generated."""
         if not self.tokens:
             return {}
         return {

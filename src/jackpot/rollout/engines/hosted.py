@@ -5,9 +5,9 @@
 
 A host holds the engines of all models of the run that generate, so that one engine may draft for another. The pool cuts
 every call of `submit` into chunks of a fixed number of requests, in their order, and a host generates one chunk at a
-time. So neither the number of hosts nor what happens to them changes how responses are batched. Messages have the
-format of `core.messages`. They hold no weights: hosts read weights from memory that they share with this process. While
-an engine sleeps, neither hosts nor this process keep its weights.
+time. So neither the number of hosts nor the loss of a host changes how responses are batched. Messages have the format
+of `core.messages`. They hold no weights: hosts read weights from memory that they share with this process. While an
+engine sleeps, neither hosts nor this process keep its weights.
 """
 
 import logging
@@ -35,22 +35,23 @@ from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 _log = logging.getLogger(__name__)
 
-SIGN_SECONDS = 1.0  # time between two signs of life of a host that generates, plus what a decoding step takes
+SIGN_SECONDS = 1.0  # time between two signs of life of a host that generates; the decoding step under way adds to it
 _ATTEMPTS = 5  # attempts at one chunk before the run stops
 
 
 class EngineHost:
-    """The answering side of a process with engines, for the messages of a `HostPeer`. One thread makes all calls."""
+    """The part of a host process that answers the messages of a `HostPeer` with its engines, called by one thread."""
 
     def __init__(self, engines: Mapping[str, Engine], sign: Callable[[], None] = lambda: None) -> None:
         """Take over engines that this process has made.
 
         Args:
-            engines: engines by the setting that describes each engine.
+            engines: engines by name, where a name is the setting that describes the engine.
             sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
-        self._weight_names: dict[str, str] = {}  # by engine; absent while an engine has the weights it was made with
+        # Names of the newest weights by engine; an engine with the weights that it was made with has no entry.
+        self._weight_names: dict[str, str] = {}
 
     def answer(self, message: Tensor) -> Tensor:
         """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`."""
@@ -65,9 +66,9 @@ class EngineHost:
             return pack({"refused": f"{type(error).__name__}: {error}"})
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Do what a message asks for, which stands under `do`, and return the content of the answer.
+        """Do what the entry `do` of a message says, and return the content of the answer.
 
-        Messages to generate or score give the names of the weights that the host must hold, under `held`.
+        A message to generate or score has, under `held`, the names of the weights that the engines must have.
         """
         if message["do"] == "hello":
             described = {name: _describe(engine) for name, engine in self._engines.items()}
@@ -99,7 +100,7 @@ class EngineHost:
 
 
 def _describe(engine: Engine) -> dict[str, Any]:
-    """Return the capabilities and events of an engine as a message carries them; `_capabilities` reads the former."""
+    """Return an engine's capabilities, in the form that `_capabilities` reads, and its events, for a message."""
     capabilities = engine.capabilities
     facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__}
     facts["dtype"] = str(capabilities.dtype).removeprefix("torch.")
@@ -138,7 +139,7 @@ def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None])
 
 
 class Link(ABC):
-    """A connection of a peer with its host, wherever the host runs."""
+    """A connection from a `HostPeer` to its host, in whatever process or machine the host runs."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -164,12 +165,12 @@ class Link(ABC):
 
 @dataclass(eq=False)
 class SentWeights:
-    """The newest weights of one engine."""
+    """The newest weights of one engine, or the record that the engine sleeps."""
 
-    name: str  # name of these weights, which no other weights have
+    name: str  # name of these weights, or of this sleep, which is used only once
     version: Version
     memory: SharedWeights | None  # None while the engine sleeps
-    digest: str | None = None  # digest that the first host has computed; None before a host has taken the weights
+    digest: str | None = None  # digest that the first host has computed; None until a host has taken the weights
 
 
 class NewestWeights(dict[str, SentWeights]):
@@ -194,8 +195,8 @@ class HostPeer(Peer):
     async def sync(self, newest: NewestWeights) -> None:
         """Make sure that the host holds the newest weights, as `Peer.sync` says.
 
-        A host that was lost is not started while engines sleep, since the engines of a new host are awake, but when
-        the next weights come.
+        While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
+        started when the next weights come.
         """
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
@@ -214,13 +215,14 @@ class HostPeer(Peer):
             self._is_starting = False
 
     def is_awaited(self, newest: NewestWeights) -> bool:
-        """Return whether an update waits for the host.
+        """Return whether an update of the weights waits for this host.
 
-        A host that is being started is also waited for when engines go to sleep, because its engines are awake.
+        When engines go to sleep, the update also waits for a host that is being started, whose engines are awake.
         """
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, request: PeerRequest) -> Any:
+        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if it does not hold these weights."""
         assert self.weights is not None  # a peer without them is given no request
         held = {engine: weights.name for engine, weights in self.weights.items()}
         answer = await self._ask({**request.message, "held": held})
@@ -244,7 +246,7 @@ class HostPeer(Peer):
         """Have an engine of the host take new weights, or sleep.
 
         Raises:
-            EngineError: the host has read other numbers than the first host that took these weights.
+            EngineError: the host has read other weights than the first host that took them: their digests differ.
         """
         message = {"do": "take", "engine": engine, "name": weights.name, "version": list(weights.version)}
         memory = weights.memory
@@ -290,13 +292,13 @@ class EnginePool:
         chunk: int,
         patience: float,
     ) -> None:
-        """Start the hosts, and wait until at least one holds the weights and every other host does or is lost.
+        """Start the hosts, and wait until each of them holds the weights or is lost, and at least one holds them.
 
         Args:
             links: connections to the hosts, by the name of the host.
             weights: the first weights of each engine and their dtype, by the setting that describes the engine.
             chunk: number of requests that a host is given at once.
-            patience: seconds without any host after which the run stops.
+            patience: seconds after which the run stops if no host can be reached.
 
         Raises:
             EngineError: no host can be reached, or a host refuses.
@@ -338,7 +340,7 @@ class EnginePool:
     def replace(
         self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
     ) -> str:
-        """Replace the newest weights of one engine; return the digest of the weights that hosts hold then.
+        """Give one engine new weights in all hosts, and return the digest of the weights that the hosts have read.
 
         Args:
             codes: as in `Capabilities`.
@@ -353,7 +355,7 @@ class EnginePool:
     def sleep(self, name: str) -> None:
         """Have one engine sleep in all hosts, and free its weights in this process too.
 
-        The call returns once the engine sleeps in all hosts but lost ones, which are started again with new weights.
+        The call returns once the engine sleeps in every host that is not lost; lost hosts start again at an update.
         """
         asleep = SentWeights(f"{name} asleep {next(self._weight_numbers)}", self.pool.newest[name].version, None)
         newest = NewestWeights({**self.pool.newest, name: asleep})
@@ -399,7 +401,7 @@ class PooledEngine(BackgroundEngine):
 
         Args:
             name: the setting that describes the engine.
-            events: events of a host's engine at its start, which `take_events` returns once.
+            events: events from the start of one host's engine, which `take_events` returns once.
         """
         super().__init__(version)
         self._pool, self._name = pool, name
@@ -408,11 +410,11 @@ class PooledEngine(BackgroundEngine):
         pool.pool.on_failure.append(self._fail)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return and forget the events since the last call: events of a host's engine, and of hosts.
+        """Return and forget the events since the last call: those of the engine's start, and those of hosts.
 
-        Events of a host's engine are returned once, whatever the number of hosts. `peer_lost`, `peer_back` and
-        `peer_restarted` name the host as `peer`; all engines of the pool share them, and the first engine that is
-        asked returns them.
+        The events of the engine's start come once, whatever the number of hosts. Events of hosts, `peer_lost`,
+        `peer_back` and `peer_restarted`, name the host as `peer`; they belong to all engines of the pool, and the first
+        engine that is asked returns them.
         """
         return super().take_events() + self._pool.pool.take_events()
 
@@ -477,6 +479,7 @@ class PooledEngine(BackgroundEngine):
 
 
 def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Cut a sequence into pieces of `size` items, of which the last may be shorter."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
@@ -490,6 +493,6 @@ def _parse_generated(chunk: Sequence[Request], answer: dict[str, Any]) -> tuple[
 
 
 def _capabilities(facts: dict[str, Any]) -> Capabilities:
-    """Return the capabilities of an engine of a host, from what `_describe` made of them."""
+    """Return the capabilities of a host's engine, from the plain values to which `_describe` turned them."""
     coded = facts["coded_weights"] and CodedWeights(tuple(facts["coded_weights"][0]), facts["coded_weights"][1])
     return Capabilities(**facts | {"dtype": getattr(torch, facts["dtype"]), "coded_weights": coded})

@@ -21,7 +21,7 @@ class InFlightRequests:
 
     def __init__(self) -> None:
         self._uids: set[str] = set()
-        self._completed: dict[str, Rollout] = {}
+        self._completed: dict[str, Rollout] = {}  # finished rollouts that are not collected, by uid, oldest first
 
     @property
     def num_unfinished(self) -> int:
@@ -45,7 +45,7 @@ class InFlightRequests:
         self._uids.update(uids)
 
     def complete(self, rollouts: Iterable[Rollout]) -> None:
-        """Store finished rollouts until they are collected; drop those whose uid is not in flight."""
+        """Store finished rollouts until they are collected; drop rollouts whose uid is not in flight."""
         self._completed |= {rollout.uid: rollout for rollout in rollouts if rollout.uid in self._uids}
 
     def completed(self, uids: Container[str] | None) -> list[Rollout]:
@@ -73,9 +73,10 @@ class InFlightRequests:
 
 
 class QueuedEngine(Engine):
-    """The state of an engine, and the checks before its calls, that do not depend on where and when it generates.
+    """An engine with a record of its requests and checks before its calls, wherever and whenever it generates.
 
-    A subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
+    A subclass generates. It sets `_capabilities` before the first request, and `_is_asleep` to False when it gets
+    weights.
     """
 
     _capabilities: Capabilities
@@ -99,6 +100,7 @@ class QueuedEngine(Engine):
         return self._version
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Check requests and have them generated, as `Engine.submit` says; return at once."""
         self._check_awake()
         for request in requests:
             self._check(request)
@@ -112,7 +114,7 @@ class QueuedEngine(Engine):
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Queue requests, which are checked and in flight, and return at once."""
+        """Have requests generated, which are checked and in flight, and return at once."""
 
     def take_events(self) -> list[dict[str, Any]]:
         events = list(self._events)
@@ -136,7 +138,7 @@ class QueuedEngine(Engine):
             self._is_asleep = True
 
     def _release(self) -> None:
-        """Release the memory that `sleep` is for; nothing is in flight."""
+        """Release the memory that the engine needs only while it is awake; no request is in flight."""
 
     def close(self) -> None:
         if self._is_closed:
@@ -149,7 +151,7 @@ class QueuedEngine(Engine):
 
     @abstractmethod
     def _end(self) -> None:
-        """Stop generating, and free what the engine holds; called once."""
+        """Stop generating, and free the engine's memory and processes; `close` calls this once."""
 
     def _check_open(self, despite_failure: bool = False) -> None:
         """Raise EngineError if the engine is closed, or has failed and `despite_failure` is False."""

@@ -4,12 +4,12 @@ Two kinds of threads take part. An event loop on a thread of the pool calls all 
 
 - A caller's thread hands over requests (`begin`, `results`) and new weights (`update`), and waits for results or for
   peers.
-- `_serve`, one task per peer, brings the peer to the newest weights and then runs `_dispatch`. It is unblocked by a
-  failure of the peer and by new weights, and ends with the pool.
-- `_dispatch` consumes the shared queue while its peer holds the newest weights. It waits for `_state_changed`, which a
-  new request, a finished one, new weights and a lost peer set. It produces one `_do` task per request.
-- `_do` waits for what the peer makes of the request, or puts it back at the front of the queue, so that each request
-  gets exactly one result, whatever happens to peers.
+- `_serve`, one task per peer, brings the peer to the newest weights and then runs `_dispatch`, again after each failure
+  of the peer and after each update of the weights, until the pool ends.
+- `_dispatch` takes requests from the shared queue while its peer holds the newest weights, and starts a `_do` task for
+  each. It waits for `_state_changed`, which a new request, a finished one, new weights and a lost peer set.
+- `_do` waits for the peer's result for one request. If the peer is lost, it puts the request back at the front of the
+  queue, so that each request gets exactly one result.
 
 A peer that does not hold the newest weights is given no request; a peer that has lost them raises `PeerLost`.
 """
@@ -30,26 +30,26 @@ from jackpot.core.errors import EngineError
 Result = TypeVar("Result")
 
 _MAX_EVENTS = 1000  # events that are kept between two calls of `take_events`
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds between two attempts to reach a peer
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # first and longest wait between two attempts to reach a peer, seconds
 
 
 class PeerLost(Exception):
-    """The failure of a peer to do what it was asked; another attempt, there or at another peer, may succeed."""
+    """The error that a peer failed at a request; another attempt, at this peer or another, may succeed."""
 
 
 class PeerRestarted(PeerLost):
-    """The loss of a peer's weights by a restart; the peer itself can be reached."""
+    """The error that a peer has lost its weights by a restart; the peer itself can be reached."""
 
 
 class PeerRequest(NamedTuple):
     """A message to a peer, and the function that converts the peer's answer to the result."""
 
-    message: Mapping[str, Any]
-    parse: Callable[[Any], Any]
+    message: Mapping[str, Any]  # what the peer is sent
+    parse: Callable[[Any], Any]  # called with the peer's answer
 
 
 class Peer(ABC):
-    """A worker of a pool, such as a server. All methods run on the pool's event loop; the pool keeps the attributes."""
+    """A worker of a pool, such as a server. All methods run on the pool's event loop; the pool sets the attributes."""
 
     kind: ClassVar[str] = "peer"  # the word for a peer in events and errors, as in `peer_lost`
 
@@ -63,7 +63,7 @@ class Peer(ABC):
         self.name, self.capacity = name, capacity
         self.weights: Any = None  # weights that the peer holds; None while it must not get requests
         self.num_running = 0  # number of requests that the peer works on
-        self.error: PeerLost | None = None  # reason why the peer gets no more requests
+        self.error: PeerLost | None = None  # reason why the peer is lost and gets no requests; None: it is not lost
         self.num_failures = 0  # number of failures since the last result
         self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
         self.num_resent = 0  # requests queued again because of the current failure
@@ -71,7 +71,7 @@ class Peer(ABC):
 
     @property
     def is_lost(self) -> bool:
-        """Return whether the peer has failed and has not been synced since."""
+        """Return whether the peer has failed, and no `sync` has succeeded since."""
         return self.lost_since is not None
 
     def is_awaited(self, newest: Any) -> bool:
@@ -104,8 +104,8 @@ class Peer(ABC):
         """
 
     async def close(self) -> None:
-        """Close what the peer keeps open. No other call follows."""
-        return  # a server of the user is left as it is
+        """Close the connections and processes that the peer keeps open. No other call follows."""
+        return  # unless overridden, nothing is closed: a server that the user has started goes on
 
 
 AnyPeer = TypeVar("AnyPeer", bound=Peer)
@@ -115,20 +115,20 @@ AnyPeer = TypeVar("AnyPeer", bound=Peer)
 class PoolLimits:
     """The limits after which a pool fails, with the settings that they come from and advice for the errors."""
 
-    patience: float  # seconds without a peer that can be reached
+    patience: float  # seconds after which the pool fails if no peer can be reached
     patience_setting: str  # name of the setting of `patience`
     unreachable_advice: str  # end of the error where no peer can be reached
-    attempts: int  # attempts at one request
+    attempts: int  # number of failed attempts at one request after which the pool fails
     attempts_setting: str  # name of the setting of `attempts`
     failing_advice: str  # end of the error where a request fails that often
 
 
 @dataclass(kw_only=True, slots=True)
 class _Work:
-    """A request on its way from the queue to a result."""
+    """A request that waits in the queue or that a peer works on."""
 
     uid: str  # name of the request, for errors
-    request: Any
+    request: Any  # what `Peer.run` is called with
     finish: Callable[[Any], None]  # called with the result, on the event loop's thread
     failures: list[str] = field(default_factory=list)  # "PEER: ERROR" of each failed attempt
 
@@ -164,7 +164,7 @@ class Pool(Generic[AnyPeer]):
         self._thread = threading.Thread(target=self._loop.run_forever, name=thread_name, daemon=True)
         self._thread.start()
 
-    # From other threads
+    # Methods that other threads than the event loop's call
 
     def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the event loop, wait for the coroutine's result and return it."""
@@ -196,7 +196,7 @@ class Pool(Generic[AnyPeer]):
         return [future.result() for future in futures]
 
     def update(self, newest: Any) -> None:
-        """Replace the newest weights, and wait until a peer holds them and every other peer does or is lost."""
+        """Set the newest weights, and wait until each peer holds them or is lost, and at least one holds them."""
         self.call(self._update(newest))
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ class Pool(Generic[AnyPeer]):
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self, *final_steps: Callable[[], Awaitable[None]]) -> None:
-        """Abandon all requests, close the peers, await the functions `final_steps`, and end the thread; once."""
+        """Abandon all requests, close the peers, await each of `final_steps`, and end the thread, unless closed."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -221,10 +221,10 @@ class Pool(Generic[AnyPeer]):
             for peer in self.peers:
                 peer.weights = None
 
-    # On the event loop's thread
+    # Methods that run on the event loop's thread
 
     async def join(self, *peers: AnyPeer) -> None:
-        """Add peers to the pool, and wait until at least one holds the newest weights and every other does or is lost.
+        """Add peers, and wait until each peer of the pool holds the newest weights or is lost, and at least one does.
 
         Raises:
             EngineError: the pool has failed.
@@ -235,7 +235,7 @@ class Pool(Generic[AnyPeer]):
         await self._until_synced()
 
     async def _until_synced(self) -> None:
-        """Wait until at least one peer holds the newest weights, and every other peer does or is lost."""
+        """Wait until each peer holds the newest weights or is lost, and at least one holds them."""
         while self.failure is None:
             behind = [peer for peer in self.peers if peer.weights is not self.newest]
             is_any_synced = len(behind) < len(self.peers)
@@ -256,6 +256,7 @@ class Pool(Generic[AnyPeer]):
             await step()
 
     async def _update(self, newest: Any) -> None:
+        """Set the newest weights and wait for the peers, as `update` says."""
         self.newest = newest
         self._notify()
         await self._until_synced()
@@ -266,7 +267,7 @@ class Pool(Generic[AnyPeer]):
         self._state_changed = asyncio.Event()
 
     def _fail(self, failure: EngineError) -> None:
-        """Fail all results that callers wait for, now and later; the first failure is the one that they are given."""
+        """End the pool: callers that wait for results, now or later, get the first failure as their error."""
         is_first = self.failure is None
         self.failure = self.failure or failure
 
@@ -282,13 +283,13 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     def _watch(self, futures: Sequence[Future]) -> None:
-        """Have a failure of the pool, also one that has happened, end the wait for futures."""
+        """Store the futures that `results` waits for, so that any failure of the pool, also a past one, ends them."""
         self._futures = set(futures)
         if self.failure is not None:
             self._fail(self.failure)
 
     def _add(self, works: Sequence[_Work]) -> None:
-        """Queue requests behind all others."""
+        """Put requests at the end of the queue."""
         self._queue.extend(works)
         self._notify()
 
@@ -315,7 +316,7 @@ class Pool(Generic[AnyPeer]):
             self._fail(EngineError(f"{self._thread.name} cannot go on: {type(error).__name__}: {error}"))
 
     async def _back_off(self, peer: Peer, lost: PeerLost) -> None:
-        """Wait before the next attempt to reach a lost peer, longer every time.
+        """Record that a peer is lost, and wait before the next attempt to reach it, longer every time.
 
         Raises:
             EngineError: no peer has been in reach for `patience` seconds.
@@ -328,6 +329,7 @@ class Pool(Generic[AnyPeer]):
         peer.lost_since = peer.lost_since or time.monotonic()
         self._notify()
 
+        # Where all peers are lost, the pool fails `patience` seconds after the last of them was lost.
         limits = self._limits
         timeout = limits.patience
         lost_since = [member.lost_since for member in self.peers if member.lost_since is not None]
@@ -340,6 +342,7 @@ class Pool(Generic[AnyPeer]):
                     f"({reasons}). {limits.unreachable_advice}"
                 )
 
+        # A peer that was only restarted can be reached, so the first attempt is made at once.
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
 
@@ -347,7 +350,7 @@ class Pool(Generic[AnyPeer]):
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 
     async def _dispatch(self, peer: Peer) -> None:
-        """Give a peer requests until it fails or new weights come; then wait for the requests it works on.
+        """Give a peer requests until it fails or new weights come; then wait until it has ended its requests.
 
         Raises:
             PeerLost: the peer failed.
@@ -375,7 +378,7 @@ class Pool(Generic[AnyPeer]):
             raise peer.error
 
     def _is_next(self, peer: Peer) -> bool:
-        """Return whether the peer has room for a request, and works on the fewest requests of all ready peers."""
+        """Return whether no ready peer works on fewer requests than this one, and this one has room for another."""
         loads = [ready.num_running for ready in self.peers if ready.error is None and ready.weights is self.newest]
         return peer.num_running == min(loads) < peer.capacity
 

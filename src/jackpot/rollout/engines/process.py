@@ -1,8 +1,9 @@
 """A host of engines in a separate process on this machine, which is reached over a socket and not over a port.
 
-Both processes send frames: the number of the question, the length, and a message. A frame of length 0 is the sign of
-life of a host that generates. A frame that comes a second time is ignored. The host's process ends when this process
-ends, because the socket then closes; when it is silent for too long it is killed, with all that it started.
+Both processes send frames: a number, the length of a message in bytes, and the message. An answer has the number of its
+question. A frame of length 0 is the sign of life of a host that generates. A frame that comes a second time is ignored.
+The host's process ends when this process ends, because the socket then closes. A host that is silent for too long is
+killed, with all that it started.
 """
 
 import asyncio
@@ -26,12 +27,13 @@ from jackpot.rollout.engines.pool import PeerLost
 
 _HEAD = struct.Struct("<QQ")  # number of a frame (0 is the setup) and length of its message in bytes
 _BUFFER = 2**22  # bytes that asyncio reads ahead
-_END_SECONDS = 5.0  # time in which a process that has closed its socket must end
-_LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")  # prefixes of variables that make a process a rank
+_END_SECONDS = 5.0  # longest wait for the end of a process that has closed its socket
+# Prefixes and names of the environment variables by which a launcher such as torchrun tells a process its rank.
+_LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-# A function that starts a process, which calls `serve` on the socket that the function is given.
+# A function that is given a socket and starts a process that calls `serve` on this socket.
 Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
@@ -40,11 +42,12 @@ def make_starter(entry: str, environment: Mapping[str, str] | None = None) -> St
 
     Args:
         entry: text of the program, whose one argument is the number of the socket's descriptor.
-        environment: environment variables that differ from those of this process. Variables that make a process a rank
-            are left out.
+        environment: variables to set beside this process's environment, of which those that tell a process its rank are
+            left out.
     """
 
     async def start(far_end: socket.socket) -> asyncio.subprocess.Process:
+        """Start the program in a new process that inherits the socket `far_end`."""
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
         }
@@ -64,6 +67,7 @@ class ProcessLink(Link):
     """A link to a host in a process of this machine; the link starts, kills and replaces the process.
 
     Args:
+        start: starts the process, from `make_starter`.
         setup: first message to every process, from which the process makes its engines.
         silence: seconds without any sign of life after which a process counts as lost.
     """
@@ -75,6 +79,7 @@ class ProcessLink(Link):
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
+        """Start a new process in place of the old one, if there is one, and send it the setup."""
         await self.close()
         near_end, far_end = socket.socketpair()
         try:
@@ -88,6 +93,7 @@ class ProcessLink(Link):
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
+        """Send a message and return the answer, for which it waits as long as signs of life come in time."""
         self._newest += 1
         await self._send(message)
 
@@ -105,6 +111,7 @@ class ProcessLink(Link):
             raise PeerLost(await self._end()) from error
 
     async def close(self) -> None:
+        """Close the socket, and kill the process with all that it started."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -115,6 +122,7 @@ class ProcessLink(Link):
             self.child = None
 
     async def _send(self, message: Tensor) -> None:
+        """Send a message as the frame with the newest number; raise PeerLost if the process does not take it."""
         assert self._writer is not None  # `open` comes first
         try:
             self._writer.write(_HEAD.pack(self._newest, len(message)))
@@ -125,7 +133,7 @@ class ProcessLink(Link):
             raise PeerLost(await self._end()) from error
 
     async def _end(self) -> str:
-        """Wait shortly for the process to end; return in words how the process ended, or that it did not."""
+        """Wait `_END_SECONDS` for the process to end, and return a text that says how it ended, or that it did not."""
         assert self.child is not None  # `open` comes first
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
@@ -147,12 +155,14 @@ def serve(connection: socket.socket, make: Callable[[Any], Mapping[str, Engine]]
     newest = -1  # number of the newest frame that was received
 
     def send(message: Tensor | None) -> None:
+        """Send the answer to the newest frame, or a sign of life for None."""
         data = b"" if message is None else message.numpy().data
         stream.write(_HEAD.pack(newest, len(data)))
         stream.write(data)
         stream.flush()
 
     def receive() -> Tensor:
+        """Wait for a frame that is newer than all before, and return its message; raise EOFError at the end."""
         nonlocal newest
         while True:
             try:
@@ -174,6 +184,6 @@ def serve(connection: socket.socket, make: Callable[[Any], Mapping[str, Engine]]
             return
         except JackpotError as error:
             refusal = pack({"refused": str(error)})
-            answer = lambda message: refusal  # noqa: E731
+            answer = lambda message: refusal  # noqa: E731  without engines every message gets the same answer
         while True:
             send(answer(receive()))

@@ -1,4 +1,4 @@
-"""Weights in memory that other processes of this machine read, as a safetensors file that stands in no folder.
+"""Weights in memory that other processes of this machine read, as a safetensors file that is in no folder.
 
 The file is anonymous (memfd): the kernel frees its memory when the last process that has it open ends, in whatever way,
 so nothing is left after a kill. Processes of the same user open it under a path below /proc. Systems without anonymous
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNED = 64  # bytes; the first tensor begins at a multiple of them
-_NAMES = {
+_ALIGNED = 64  # bytes; the first tensor begins at a multiple of this number
+_NAMES = {  # names of dtypes in a safetensors file
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -27,11 +27,11 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-Head = dict[str, dict[str, Any]]  # by name: `dtype`, `shape` and `data_offsets` of a tensor, as safetensors has them
+Head = dict[str, dict[str, Any]]  # by tensor name, the entries `dtype`, `shape` and `data_offsets` of safetensors
 
 
 def _lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Head, int]:
-    """Lay out tensors one behind the other; return the place of each tensor, and the size of all in bytes.
+    """Lay out tensors in a file one after the other; return the place of each, and the size of all in bytes.
 
     Args:
         dtype: dtype that the tensors are cast to; None: each keeps its dtype.
@@ -48,7 +48,7 @@ def _lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[
 class SharedWeights:
     """Named tensors in shared memory, which is freed with the last reference to this object.
 
-    Readers that have opened `path` before that keep the memory for as long as they read.
+    A reader that has opened `path` before then keeps the memory for as long as it reads.
     """
 
     def __init__(self, named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
@@ -58,7 +58,7 @@ class SharedWeights:
             dtype: dtype that the tensors are cast to; None: each keeps its dtype.
 
         Raises:
-            OSError: there is no room for them.
+            OSError: there is no room for the tensors.
         """
         tensors = dict(named_tensors)
         head, size = _lay_out(tensors, dtype)

@@ -24,14 +24,14 @@ from jackpot.rollout.rewards.worker import MAX_REWARD
 if TYPE_CHECKING:  # not at run time, because the module imports torch
     from jackpot.core.types import RewardError
 
-_ENTRY = (
+_ENTRY = (  # program of a worker process, whose argument is the list of import paths
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from jackpot.rollout.rewards.worker import main; main()"
 )
 START_TIMEOUT = 600.0  # seconds until a process must be ready; it may load a model
 _MAX_LINE_BYTES = 2**20  # longest line that a worker may send
 _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
-_AWAITED = 1.0  # seconds after the limit in which a worker may report which awaited calls took too long
-_ARRIVED = 0.05  # seconds after the limit to read what a worker sent in time while this process stood still
+_AWAITED = 1.0  # seconds after a job's limit in which an async worker may report which of its calls took too long
+_ARRIVED = 0.05  # shortest wait, seconds, which reads results that came in time even if this process stood still
 _GIB = 2**30
 _SAFE_VARIABLES = re.compile(  # environment variables that a process gets: none with keys, tokens or passwords
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX"
@@ -41,16 +41,16 @@ _SAFE_VARIABLES = re.compile(  # environment variables that a process gets: none
     r"|HF_(HOME|ENDPOINT|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|NLTK_DATA|XDG_\w+"
     r"|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|(https?|all|no|HTTPS?|ALL|NO)_(proxy|PROXY)|JACKPOT_DATA"
 )
-_MARK = "JACKPOT_REWARD_WORKER"  # in the environment of a worker, and so of all that it starts
-Item = Mapping[str, Any]  # keyword arguments of one response, of types that JSON has
+_MARK = "JACKPOT_REWARD_WORKER"  # environment variable that marks a worker and all processes that it starts
+Item = Mapping[str, Any]  # keyword arguments of the function for one response, of types that JSON has
 
 
 class CallLimits(NamedTuple):
-    """The limits of calls of a function."""
+    """The limits of time, memory and tries of a worker's function."""
 
-    timeout: float  # seconds for one try; infinity becomes eleven days
+    timeout: float  # seconds for one try, of which infinity becomes eleven days (`_MAX_TIMEOUT`)
     retries: int = 0  # number of further tries of a call that failed or took too long
-    batch_size: int = 64  # most items in one call of a batched function, or awaited at the same time
+    batch_size: int = 64  # largest number of items in one call of a batched function, or awaited at the same time
     memory: float = 2.0  # GiB that a process may take beyond its size when it was ready
     environment: tuple[str, ...] = ()  # names of environment variables that a process gets beside `_SAFE_VARIABLES`
 
@@ -69,8 +69,8 @@ class RewardWorkerPool:
 
     A call that exceeds its limit, or ends its process, loses only its own result: the process is killed with all that
     it started, in whatever session, and another process takes its place. A call that ended its process, such as by the
-    kernel's OOM killer, is tried once more, alone and first in a fresh process, so that no call fails because of what
-    another call left behind.
+    kernel's OOM killer, is tried once more, alone and as the first call of a fresh process, so that no call fails
+    because of what another call left behind.
 
     Threads of the pool wait for the processes, so calls go on while the caller does something else, such as generating
     further responses. A process is started only when a call would have to wait for one.
@@ -78,16 +78,16 @@ class RewardWorkerPool:
     Args:
         function: `package.module:function`, importable from `sys.path` or the current folder.
         limits: limits of time and memory for each call.
-        workers: most processes. A function that is async or takes batches gets one process.
+        workers: largest number of processes. A function that is async or takes batches gets one process.
     """
 
     def __init__(self, function: str, limits: CallLimits, *, workers: int) -> None:
         self._function, self._limits = function, limits
         self._timeout = min(limits.timeout, _MAX_TIMEOUT)
         self._most_workers, self._batch_size = workers, 1
-        self._executor: ThreadPoolExecutor | None = None  # None until it is known how the function is called
-        self._workers: set[_Worker] = set()
-        self._idle: list[_Worker] = []
+        self._executor: ThreadPoolExecutor | None = None  # None until a worker has imported the function
+        self._workers: set[_Worker] = set()  # workers whose process runs
+        self._idle: list[_Worker] = []  # workers that have no job
         self._lock = RLock()
         self._close = weakref.finalize(self, _stop, self._workers, self._lock)
 
@@ -97,7 +97,7 @@ class RewardWorkerPool:
         return [worker.process.pid for worker in list(self._workers)]
 
     def wait_until_ready(self) -> ThreadPoolExecutor:
-        """Wait until a process has imported the function; return the threads that wait for processes.
+        """Wait until a process has imported the function; return the executor whose threads wait for processes.
 
         Raises:
             ConfigError: the function cannot be imported.
@@ -117,7 +117,7 @@ class RewardWorkerPool:
         """Begin to call the function for all items; the returned function waits for the results, in their order.
 
         Args:
-            limit: seconds after which items whose call has not begun count as having taken too long.
+            limit: seconds after which an item whose call has not begun gets the error `timeout`.
 
         Raises:
             ConfigError, TrainingError: as `wait_until_ready`, which this call waits for. The returned function raises
@@ -146,7 +146,7 @@ class RewardWorkerPool:
         self._close()
 
     def _do(self, items: Sequence[Item], deadline: float) -> list[RewardResult]:
-        """Call the function for the items of one job, and repeat failed calls as often as the limits allow."""
+        """Call the function for the items of one job, which one worker does; retry failed calls as the limits say."""
         if time.monotonic() > deadline:
             not_begun = RewardResult(0.0, "timeout", 0, "its call had not begun when the time of its batch was up")
             return [not_begun] * len(items)
@@ -163,7 +163,7 @@ class RewardWorkerPool:
         return results
 
     def _settled(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Call the function once for all items; repeat the calls that ended their process, alone in a fresh one."""
+        """Call the function once for all items; repeat calls that ended their process, each alone in a new process."""
         ended_twice = RewardResult(
             0.0, "crash", 0, "its process ended twice, the second time while it was called alone"
         )
@@ -173,7 +173,8 @@ class RewardWorkerPool:
         ]
 
     def _tried(self, items: Sequence[Item], is_fresh: bool) -> list[RewardResult | None]:
-        """Call the function for items in one process; the result is None where the process ended before it came."""
+        """Call the function for items in one process; return None for items whose result the process did not give."""
+        # Take an idle worker, or start one where none is idle.
         try:
             worker = self._started() if is_fresh else self._idle.pop()
         except IndexError:
@@ -181,10 +182,11 @@ class RewardWorkerPool:
 
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
-        is_worn = True
+        is_worn = True  # True: the process is not used for another job
 
         job = secrets.token_hex(8)
         try:
+            # The worker answers with a message for each item, and then with one that says whether it is worn.
             worker.send({"items": items, "job": job}, until)
             while "worn" not in (message := worker.receive(until, job)):
                 index, result = _result(message)
@@ -204,7 +206,7 @@ class RewardWorkerPool:
         return results
 
     def _started(self) -> "_Worker":
-        """Start a process and wait until it is ready; raises as `wait_until_ready`."""
+        """Start a process, and wait until it has imported the function; raise as `wait_until_ready` does."""
         with self._lock:
             if not self._close.alive:
                 raise TrainingError("the reward workers were closed and can score nothing more; make another task")
@@ -224,7 +226,7 @@ def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
     """Return the index of an item in its job and the item's result, from a message of a worker.
 
     Raises:
-        EOFError: `worker.py` did not write the message: the function has written to the socket of results.
+        EOFError: the message is not one of `worker.py`: the function itself has written to the socket of results.
     """
     try:
         index, result = message["item"], RewardResult(**message["result"])

@@ -21,14 +21,15 @@ from jackpot.rollout.rewards.verifier.compare import compare_without_algebra
 from jackpot.rollout.rewards.verifier.extract import final_answer, is_well_formed
 
 VERIFY = "jackpot.rollout.rewards.verifier.expressions:verify"  # compares an answer with a reference, in a worker
+# Built-in rewards by name; each is called with a response and whether its final answer is right.
 BUILT_IN: Mapping[str, Callable[[DecodedResponse, bool], float]] = {
     "correct": lambda response, correct: float(correct),
     "format": lambda response, correct: float(is_well_formed(response.text, response.finished)),
 }
-REWARD = "reward"  # name of the weighted sum of rewards, for verdicts
+REWARD = "reward"  # name by which a verdict refers to the weighted sum of rewards
 _VERIFIED = VerdictConfig(name="correct")
-_FUNCTION = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")
-_ROUNDING = 1e-9  # share of max(1, threshold) by which a sum of parts may miss a threshold
+_FUNCTION = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")  # package.module:function
+_ROUNDING = 1e-9  # share of max(1, |threshold|) by which a reward may lie below its threshold and still reach it
 
 
 class RewardFn:
@@ -39,8 +40,8 @@ class RewardFn:
 
     Args:
         rewards: names, weights and limits of the rewards.
-        verdict: the verdict that scores will be asked for beside "correct" and "reward"; None: no other.
-        workers: most processes of the verifier and of each reward function; auto: the number of cores that are free.
+        verdict: the verdict that `submit` will be given, whose reward function is started too; None: "correct".
+        workers: largest number of processes of the verifier and of each reward function; auto: number of free cores.
         timeout: seconds for one comparison, or for one call of a reward function without a limit in the settings.
             After that the answer is wrong, or the function's value 0, and `Score.reward_error` says so.
 
@@ -56,6 +57,7 @@ class RewardFn:
         timeout: float,
         verdict: VerdictConfig | None = None,
     ) -> None:
+        """Start a worker for each reward function of the user, and wait until it has imported the function."""
         if find_spec("math_verify") is None:
             raise ConfigError(f"math-verify is not installed, which verifies answers: {install('train')}")
 
@@ -104,8 +106,10 @@ class RewardFn:
 
         Args:
             verdict: decides `Score.correct`; None: no response is right or wrong.
-            limit: seconds after which calls that have not begun are given up, and count as having taken too long.
+            limit: seconds after which a call that has not begun is given up, with the error `timeout`.
         """
+        # Compare without algebra first, where None means that only algebra, in a worker, can decide. A response without
+        # an answer is wrong.
         names = self._used(verdict)
         pairs_of_each = [_pairs(response) if "correct" in names else [("", "")] for response in responses]
         pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))
@@ -118,7 +122,8 @@ class RewardFn:
         waits = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in names}
 
         def wait() -> list[Score]:
-            """Wait for all results and return the scores."""
+            """Wait for the verifier and the reward functions, and return the scores."""
+            # Results of the verifier by pair: those decided without algebra, and then those of the worker processes.
             verified = {pair: RewardResult(float(is_equal or False), None) for pair, is_equal in equal.items()}
             verified |= zip(undecided_pairs, wait_for_verifier(), strict=True)
             returned = {name: results() for name, results in waits.items()}
@@ -166,6 +171,7 @@ class RewardFn:
         failed_reward = next(iter(errors), None)
         return Score(
             reward=values[REWARD],
+            # None without a verdict
             correct=verdict and _is_right(verdict, values, errors),
             reward_error=errors[failed_reward] if failed_reward else None,
             reward_retries=sum(result.retries for result in results.values()),
@@ -175,7 +181,7 @@ class RewardFn:
 
 @cache
 def _verifier() -> RewardFn:
-    """Return the reward that `verify_all` compares answers with, made once in this process."""
+    """Return the `RewardFn` with which `verify_all` compares answers, made once in this process."""
     return RewardFn([RewardConfig(name="correct")], workers="auto", timeout=5.0)
 
 
@@ -206,7 +212,7 @@ def verify_all(pairs: Sequence[tuple[str, str]], *, finished: Sequence[bool] | N
 
 
 def _is_right(verdict: VerdictConfig, values: Mapping[str, float], errors: Mapping[str, RewardError]) -> bool:
-    """Return whether the value that the verdict names is known and reaches the threshold, but for rounding."""
+    """Return whether the reward that the verdict names had no error, and reaches the threshold up to rounding."""
     is_known = not errors if verdict.name == REWARD else verdict.name not in errors
     return is_known and values[verdict.name] >= verdict.threshold - _ROUNDING * max(1.0, abs(verdict.threshold))
 
@@ -218,7 +224,7 @@ def _pairs(response: DecodedResponse) -> list[tuple[str, str]]:
 
 
 def _any(results: Sequence[RewardResult]) -> RewardResult:
-    """Combine the results for several references: right if any is right, else the first error if any, else wrong."""
+    """Combine the results of several references: a right one, else the first with an error, else a wrong one."""
     return max(results, key=lambda result: (result.value == 1.0, result.error is not None))
 
 

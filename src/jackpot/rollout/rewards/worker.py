@@ -21,24 +21,26 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.imports import import_object
 from jackpot.core.limited import address_space, lower_limit
 
-WORN = 0.25  # share of the memory limit; a process that has grown by more is replaced
-GRACE = 5.0  # seconds that the parent has to end a job before the alarm does
-MAX_TEXT = 500  # characters of the text of an error
+WORN = 0.25  # share of the memory limit; a process that has grown by more than this share is replaced
+GRACE = 5.0  # seconds after a job's limit in which the pool may end the process before the kernel's alarm does
+MAX_TEXT = 500  # largest number of characters of an error's text
 MAX_REWARD = 1e30  # largest |reward|: finite in float32; its square, and sums, are finite in float64
+# Names of the arguments of a function that takes one response, with those of a function that takes batches.
 PLURALS = {"problem": "problems", "response": "responses", "answer": "answers", "finished": "finished"}
-MOST_FILES, MOST_PROCESSES = 4096, 10_000  # that are open; threads that it starts, of a user who is not root
-LARGEST_FILE = 2**33  # bytes that it writes into one file
-_LOAD = Path("/proc/loadavg")
+# Limits of a worker: open files, and threads beside those that exist at its start (which root may exceed).
+MOST_FILES, MOST_PROCESSES = 4096, 10_000
+LARGEST_FILE = 2**33  # largest size of a file that a worker writes, bytes
+_LOAD = Path("/proc/loadavg")  # has the number of the machine's threads
 Function = Callable[..., Any]
 Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 
 
 def main() -> None:
-    """Serve jobs until their socket ends. The first line on the socket names the function and its limits.
+    """Call the function for the items of job after job, until the socket that the jobs come from is closed.
 
-    The worker reads jobs from the socket that is its standard input and sends results there, one line of JSON each. A
-    function reads nothing from standard input, and what it prints goes to standard error. The worker itself imports no
-    torch; a reward function's module may.
+    The socket is the standard input of the process. Each line on it is JSON: first the name and limits of the function,
+    then jobs; results are sent back on it. The function itself reads nothing from standard input, and its prints go to
+    standard error. The worker itself imports no torch; a reward function's module may.
 
     The memory limit counts from the size of the process when it was ready. An allocation beyond the limit fails
     (RLIMIT_AS), and only that job fails. A process that has grown by more than a share of the limit asks, after its
@@ -70,7 +72,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     size, memory = address_space(), setup["memory"]
-    worn_size = math.inf  # bytes, beyond which the process asks to be replaced
+    worn_size = math.inf  # bytes of address space beyond which the process asks to be replaced
     if size and memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
         worn_size = size + WORN * memory
@@ -106,7 +108,7 @@ def _set_limits() -> None:
 
 
 def takes_batches(function: Function) -> bool:
-    """Return whether a function takes the lists of a batch, which its parameter `responses` shows."""
+    """Return whether a function takes a batch of responses, as lists: it does if it has a parameter `responses`."""
     try:
         return "responses" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -114,7 +116,7 @@ def takes_batches(function: Function) -> bool:
 
 
 def is_async(function: Function) -> bool:
-    """Return whether calls of a function are awaited."""
+    """Return whether a function is async, so that its calls must be awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -122,8 +124,8 @@ class _Caller:
     """A caller of one function, which sends the result of each item of a job as soon as the result is known.
 
     A function has one of four forms. It takes one response or, if it has a parameter `responses`, a batch; and it is
-    plain or async. A call is given the keyword arguments of its item; a batched call is given these names in the
-    plural, each with a list. The calls of an async function for the items of one job are awaited together.
+    plain or async. A call gets the keyword arguments of its item; the call of a batch gets them under the names in
+    `PLURALS`, as lists. The calls of an async function for the items of one job are awaited together.
     """
 
     def __init__(self, name: str, function: Function, timeout: float, send: Send) -> None:
@@ -134,7 +136,7 @@ class _Caller:
         self.is_worn = False  # True after a failed allocation
 
     async def do(self, items: Sequence[Mapping[str, Any]], job: str) -> None:
-        """Call the function for all items of a job; a call that fails costs no other item but those of its batch."""
+        """Call the function for all items of a job; an error of a call fails its own item or the items of its batch."""
         self._job = job
         if self._takes_batches:
             await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))

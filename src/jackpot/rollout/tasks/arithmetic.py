@@ -37,9 +37,10 @@ class Arithmetic(Task):
         """Return None: both splits are endless."""
 
     def operands(self, split: Split, index: int) -> tuple[int, ...]:
-        """Draw the numbers to add in problem `index` of `split`: their count first, then each of them, uniformly."""
+        """Draw the numbers that problem `index` of `split` adds: first how many, then each number, all uniformly."""
         if split not in get_args(Split):
             raise DataError(f"arithmetic has no split {split!r}; valid: {', '.join(get_args(Split))}")
+        # Draw again until the hash of the operands selects this split.
         draw = random.Random(_hash(f"{split}/{index}"))
         while True:
             terms = draw.randint(self._settings.min_terms, self._settings.max_terms)
@@ -77,7 +78,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-_ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # after the last separator
+_ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # `46+5=` at the end
 
 
 class ToolArithmetic(Arithmetic):
@@ -92,7 +93,7 @@ class ToolArithmetic(Arithmetic):
         )
 
     def step(self, prompt: Prompt, response: str) -> str:
-        """Return the sum of the two numbers since the last `=` or `#`, or `?` where there are not two."""
+        """Return the sum for a response that ends with an addition of two numbers such as `46+5=`, else `?`."""
         addition = _ADDITION.fullmatch(response)
         return str(int(addition[1]) + int(addition[2])) if addition else "?"
 
@@ -120,6 +121,6 @@ class Sums(Arithmetic):
         return self._template.prompt(f"sums/{split}/{index}", question, [str(sum(operands))])
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Return reward 1 if the last number of the response is the sum, else 0; a response that was cut counts too."""
+        """Return reward 1 if the last number of the response is the sum, else 0, also for a response that was cut."""
         correct = _NUMBER.findall(response.replace(",", ""))[-1:] == [prompt.answer]
         return Score(reward=float(correct), correct=correct)

@@ -26,15 +26,15 @@ class PromptSource(NamedTuple):
     """The prompts of one source of a split, such as a file or a data set."""
 
     weight: float  # chance that a prompt comes from this source, relative to the weights of the split's other sources
-    size: int | None  # number of problems; None where it is endless
-    prompt: Callable[[int], Prompt]  # the prompt of a problem by its index
+    size: int | None  # number of problems; None for an endless source
+    prompt: Callable[[int], Prompt]  # returns the prompt of the problem with an index
     first: int  # index at which an endless source starts
 
 
 class Task(ABC):
     """A source of prompts that also scores the responses. Prompts have an index, so that a run can be resumed.
 
-    `size`, `prompt` and `score` make a task. A task with several turns, such as tool calls, also sets
+    A task implements `size`, `prompt` and `score`. A task with several turns, such as tool calls, also sets
     `turn_end_token_ids` and implements `step`. `environment.py` makes a task of an environment that has a state.
     """
 
@@ -84,7 +84,7 @@ class Task(ABC):
         return None
 
     def reply(self, response: DecodedResponse) -> str | None:
-        """Return the reply of `step`. Override `reply` instead of `step` where it matters which turn said what."""
+        """Return the environment's reply, as `step` does. Override `reply` instead where it needs each turn's text."""
         return self.step(response.prompt, response.text)
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def decoded_response(
     finished: bool,
     turn_end_token_ids: Sequence[int] = (),
 ) -> DecodedResponse:
-    """Decode a response, and each turn of the model in it.
+    """Decode a response to text as a whole, and each turn of the model in it.
 
     Args:
         token_ids: [T] int64.
@@ -122,6 +122,7 @@ def decoded_response(
             turn counts as complete.
     """
     text = decode(tokenizer, token_ids)
+    # Cut the tokens where the model and the environment take turns: every other piece, from the first, is the model's.
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
     turns = [decode(tokenizer, turn) for turn in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
     last_turn_ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
@@ -146,9 +147,10 @@ class PromptStream:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
 
         count = len(self._sources)
+        # Seeds of the orders in which the problems of each source come.
         self._seeds = [seed] if count == 1 else [fold_in(seed, "source", index) for index in range(count)]
-        self._ends = list(accumulate(source.weight for source in self._sources))
-        self._key = fold_in(seed, "mix")
+        self._ends = list(accumulate(source.weight for source in self._sources))  # sum of weights up to each
+        self._key = fold_in(seed, "mix")  # key of the draws of sources
         self._drawn = [0] * count  # number of prompts drawn from each source so far
         self._orders = [(-1, [0])] * count  # epoch of each source, and the order of the source's problems in it
 
@@ -177,6 +179,7 @@ class PromptStream:
 
     def _draw(self) -> tuple[int, int]:
         """Draw the source of the next prompt; return the source's index, and how many prompts it gave before."""
+        # A hashed point on the line of all weights, one source after the other, selects the source at this point.
         point = fold_in(self._key, sum(self._drawn)) / 2**64 * self._ends[-1]
         source_index = min(bisect_right(self._ends, point), len(self._ends) - 1)
         self._drawn[source_index] += 1

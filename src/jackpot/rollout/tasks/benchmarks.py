@@ -1,7 +1,8 @@
 r"""A list of public data sets for training and evaluation, by name.
 
-Names, columns and sizes on the hub are as public code and model cards use them in 2026. Tests read local copies and
-fetch nothing; uncertain facts are noted at the entry. A local copy has the hub's columns or `problem` and `answer`.
+Names, columns and sizes are those that public code and model cards of 2026 give for the Hugging Face hub; no test
+fetches anything, so facts that are uncertain are marked in the entry's note. A local copy has the hub's columns, or the
+columns `problem` and `answer`.
 """
 
 from collections.abc import Mapping
@@ -28,9 +29,9 @@ class Benchmark:
     subset: str | None = None  # name of the subset on the hub
     train: BenchmarkSplit | None = None
     test: BenchmarkSplit | None = None
-    problem: tuple[str, ...] = ("problem",)  # column names; the first one present is used
-    answer: Mapping[str, AnswerFormat]  # column names with their formats; the first one present is used
-    uid: tuple[str, ...] = ()  # column names; the first one present is used, else the row number
+    problem: tuple[str, ...] = ("problem",)  # names of columns, of which the first that the data has is read
+    answer: Mapping[str, AnswerFormat]  # format of the answer by column; the first column that the data has is read
+    uid: tuple[str, ...] = ()  # names of columns, of which the first that the data has is read, else the row's number
     note: str  # origin, licence, caveats
 
 
@@ -111,7 +112,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 SETS = (*sorted(BENCHMARKS), "arithmetic", "tool_arithmetic", "sums")  # evaluation sets; the last three need no data
-NO_SET = (  # what is said where an evaluation names none
+NO_SET = (  # error of an evaluation for which no benchmark was named
     f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}, own (the held-out problems of "
     "the model's run), or the path of a file with problems"
 )

@@ -25,10 +25,10 @@ from jackpot.rollout.tasks.rows import SUFFIXES, DataRow, Record, find_files, ki
 
 DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
 HUB = "hub:"  # prefix of a source on the hub
-COLUMN_SAMPLE = 100  # rows whose columns are collected: a row of JSON may lack some
-_BATCH = 256  # rows filtered together
-# Names of the counts of rows: rows read; rows left out, by reason; and rows that are kept although no verifier can read
-# the answer, or the tokenizer a part of the prompt.
+COLUMN_SAMPLE = 100  # number of first rows in which a column is looked for, since one row of JSON may lack it
+_BATCH = 256  # number of rows that are filtered together
+# Names of the counts of rows: all rows that were read; rows left out, by reason; and rows that are kept although the
+# verifier cannot read the answer, or although the tokenizer has no tokens for a part of the prompt.
 COUNTED = ("rows", "without_answer", "long_answer", "too_long", "unreadable_answer", "unknown_tokens")
 
 
@@ -36,11 +36,11 @@ COUNTED = ("rows", "without_answer", "long_answer", "too_long", "unreadable_answ
 class DataSource:
     """A source of problems, whose rows are read in the same order each time."""
 
-    name: str  # for uids and messages
-    records: Callable[[], Iterator[Record]]  # called to read from the first row
-    benchmark: Benchmark  # defaults for the settings that are left open
+    name: str  # name of the source in uids and messages
+    records: Callable[[], Iterator[Record]]  # returns an iterator over all rows, from the first
+    benchmark: Benchmark  # columns and answer formats where `settings` name none
     settings: DataConfig
-    is_local: bool  # False: on the hub, which is contacted when rows are read
+    is_local: bool  # True for files; False for data of the hub, which is contacted when rows are read
 
     def rows(self) -> Iterator[DataRow]:
         """Yield every row, or the first `settings.limit` ones.
@@ -132,14 +132,14 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
 
 
 def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequence[Path]) -> DataSource:
-    """Return the source of local files."""
+    """Return a source that reads rows from local files; `settings` must name no subset, which files do not have."""
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {files[0]} is local and has none; leave subset out")
     return DataSource(name, lambda: read_files(files), benchmark, settings, is_local=True)
 
 
 def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
-    """Return the source of a data set of the hub; `instead` as in `read_hub`."""
+    """Return a source that reads a data set of the hub; `instead` is the advice of `read_hub` to do without it."""
     subset = settings.subset or benchmark.subset
     records = partial(read_hub, path, subset, split, instead)
     return DataSource(path, records, benchmark, settings, is_local=False)
@@ -152,7 +152,7 @@ class PromptSize(NamedTuple):
     has_unknown: bool  # whether the tokenizer has no tokens for a part of the text
 
 
-Measure = Callable[[list[DataRow]], list[PromptSize]]
+Measure = Callable[[list[DataRow]], list[PromptSize]]  # returns the size of each row's prompt
 
 
 class RowCounts(Counter[str]):
@@ -160,7 +160,7 @@ class RowCounts(Counter[str]):
 
     @property
     def kept(self) -> int:
-        """Return the number of rows that became problems: the other rows have no answer, or too long a text."""
+        """Return the number of rows that became problems: others have no answer, or too long an answer or prompt."""
         return self["rows"] - self["without_answer"] - self["long_answer"] - self["too_long"]
 
 
@@ -169,7 +169,7 @@ class Problems:
 
     Args:
         measure: returns the size of the prompt of each row.
-        limit: most tokens of a prompt; None: no limit.
+        limit: rows whose prompt has more tokens than this are left out; None: no limit.
 
     Raises:
         DataError: as `DataSource.rows`; no problem is left; two rows have equal ids (names both rows); or the tokenizer

@@ -22,11 +22,11 @@ class EpisodeEnvironment(Protocol):
     """The methods that an environment must have, as text environments of Gymnasium do. `close` is optional."""
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin the episode of a seed; return the first observation, and details, which are not read."""
+        """Begin the episode of a seed; return the first observation, and a dict of details, which is ignored."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take an action; return observation, reward, whether the episode ended or was cut off, and unread details."""
+        """Take an action; return (observation, reward, terminated, truncated, details); details are ignored."""
         ...
 
 
@@ -58,7 +58,7 @@ class EnvironmentTask(Task):
         self.turn_end_token_ids = self._template.turn_end_token_ids()
 
     def size(self, split: Split) -> None:
-        """Return None: there is an episode for every seed."""
+        """Return None, since both splits are endless: every index is an episode of its own."""
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return the first observation of an episode as a prompt; the episode's seed is hashed from split and index."""
@@ -86,7 +86,7 @@ class EnvironmentTask(Task):
     def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
         """Play the episode of the prompt `uid` from its beginning, and close the environment."""
         seed = fold_in(uid) % MAX_SEED
-        count = 0  # actions before the last, for the error
+        count = 0  # number of actions before the one that is being taken, for the error
 
         try:
             environment: EpisodeEnvironment = self._make(**self._settings.kwargs)

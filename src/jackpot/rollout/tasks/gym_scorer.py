@@ -1,7 +1,7 @@
 """Scoring of answers to problems of reasoning-gym, in a worker process.
 
 A worker counts as ready only once this file, and with it the library, is imported. So the time limit of an answer does
-not include that import, which takes seconds, on a busy machine more than the limit.
+not include that import, which takes seconds, and on a busy machine longer than the limit.
 """
 
 import json
@@ -20,5 +20,5 @@ def score_answer(*, name: str, arguments: Mapping[str, Any], entry: int, answer:
 
 @cache
 def _data_set(name: str, arguments: str) -> Any:
-    """Make a data set from its arguments as JSON, once in a process."""
+    """Make the data set `name` with `arguments`, given as JSON; a process makes each data set once."""
     return reasoning_gym.create_dataset(name, **json.loads(arguments))

@@ -1,6 +1,7 @@
 """The math task: problems with one final answer, such as the problems of GSM8K and MATH. See docs/own-problem.md.
 
-Its problems come from benchmarks, files or the hub (`data.py`); rewards and verifier score its responses.
+The problems come from benchmarks, files or the hub (`data.py`). Responses are scored by built-in rewards, which compare
+answers, and by reward functions of the user (`rewards.py`).
 """
 
 import logging
@@ -32,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 class Math(Task):
-    """The task of `settings.train` and `settings.test`: their problems as prompts, responses scored by the rewards.
+    """A task whose problems come from the sources `settings.train` and `settings.test`, scored by `settings.rewards`.
 
     A split is read on its first use. Reward workers start with the first response, or at once where the settings name a
     reward function of the user, which must be importable.
 
     Args:
         reward_fn: a reward shared with other tasks, which the caller closes; None: the task makes and closes a reward.
-        splits: splits that the task has.
+        splits: the splits that can be read, train, test or both.
 
     Raises:
         DataError: there is no such benchmark or file, or the tokenizer does not fit the template.
@@ -65,6 +66,7 @@ class Math(Task):
         self._reported: set[Split] = set()  # splits whose events `take_events` has returned
 
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
+        # Import reward functions of the user now, so that a run with a wrong name ends at once.
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
 
@@ -73,15 +75,15 @@ class Math(Task):
         return sum(problems.size for problems in self._problems_of(split))
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Return problem `index` of a split, counted through all sources in turn, with the uid SOURCE/SPLIT/ID.
+        """Return problem `index` of a split, counted through one source after the other, with the uid SOURCE/SPLIT/ID.
 
         Raises:
             DataError: the split has no such problem, or as `Problems`.
         """
         offset = index
-        for source, problems in enumerate(self._problems_of(split)):
+        for source_index, problems in enumerate(self._problems_of(split)):
             if 0 <= offset < problems.size:
-                return self._prompt(split, source, offset)
+                return self._prompt(split, source_index, offset)
             offset -= problems.size
         names = ", ".join(source.name for source in self._sources[split])
         raise DataError(f"{names} ({split}) has no problem {index}; they go from 0 to {self.size(split) - 1}")
@@ -91,14 +93,14 @@ class Math(Task):
         sizes = [problems.size for problems in self._problems_of(split)]
         weights = [source.settings.weight for source in self._sources[split]]
         return [
-            PromptSource(weight, size, partial(self._prompt, split, source), first=0)
-            for source, (weight, size) in enumerate(zip(weights, sizes, strict=True))
+            PromptSource(weight, size, partial(self._prompt, split, source_index), first=0)
+            for source_index, (weight, size) in enumerate(zip(weights, sizes, strict=True))
         ]
 
-    def _prompt(self, split: Split, source: int, index: int) -> Prompt:
-        """Return problem `index` of the split's source with the index `source`."""
-        row = self._problems_of(split)[source][index]
-        uid = f"{self._sources[split][source].name}/{split}/{row.uid}"
+    def _prompt(self, split: Split, source_index: int, index: int) -> Prompt:
+        """Return problem `index` of one source of a split as a prompt."""
+        row = self._problems_of(split)[source_index][index]
+        uid = f"{self._sources[split][source_index].name}/{split}/{row.uid}"
         return self._template.prompt(uid, row.problem, row.answers)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
@@ -110,11 +112,11 @@ class Math(Task):
         return self.reward_fn.scores(responses, self._settings.decides)
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
-        """Begin to score responses; the returned function waits for the scores, at most `reward_batch_timeout`."""
+        """Begin to score, and return a function that waits; calls not begun within `reward_batch_timeout` fail."""
         return self.reward_fn.submit(responses, self._settings.decides, self._settings.reward_batch_timeout)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return an event for each source that was read since the last call: how many rows were read and left out."""
+        """Return an event for each source read since the last call, with the numbers of rows read and left out."""
         events = []
         for split, problems_of_split in self._problems.items():
             if split in self._reported:
@@ -133,7 +135,7 @@ class Math(Task):
 
     @cached_property
     def reward_fn(self) -> RewardFn:
-        """Return the reward of this task, made at the first access; other tasks may share it."""
+        """Return the `RewardFn` that scores responses: the shared one, or one that the first access makes."""
         settings = self._settings
         limits = {"workers": settings.reward_workers, "timeout": settings.reward_timeout}
         return self._shared_reward_fn or RewardFn(settings.rewards, **limits, verdict=settings.decides)
@@ -159,10 +161,11 @@ class Math(Task):
 def make_benchmark(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, settings: QuestionConfig, reward_fn: RewardFn | None = None
 ) -> Math:
-    """Make a task whose one split, test, is the problems of a source; `reward_fn` as in `Math`.
+    """Make a task that has only a test split, with the problems of one source; `reward_fn` as in `Math`.
 
-    No problem is left out for its length, since published numbers are about all problems. For the same reason the
-    verifier decides what is right in a named benchmark, where the settings have no verdict, whatever the rewards are.
+    No problem is left out for its length, since published results are about all problems. So that results can be
+    compared with those, the verifier decides which responses to a named benchmark are right, unless `settings.verdict`
+    says otherwise.
 
     Raises:
         DataError: there is no such source, or as `Math`.

@@ -26,9 +26,9 @@ from jackpot.rollout.tasks.base import PromptSource, Split, Task
 from jackpot.rollout.tasks.templates import Template
 
 TEST_SHARE = 0.1  # share of questions in the test split
-PROBLEMS = 20_000  # problems that a data set is asked for: every data set of the library can generate so many
+PROBLEMS = 20_000  # size with which a data set is made; every data set of the library can generate so many problems
 _SCORER = "jackpot.rollout.tasks.gym_scorer:score_answer"
-_EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
+_EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")  # calls that execute a text as Python
 
 
 class ReasoningGym(Task):
@@ -55,7 +55,7 @@ class ReasoningGym(Task):
         """Return None: both splits are endless."""
 
     def prompt_sources(self, split: Split, seed: int) -> list[PromptSource]:
-        """Return each data set as a source with its weight."""
+        """Return each data set as an endless source of problems, with the weight that the settings give it."""
         first = self.first_index(split, seed)
         return [
             PromptSource(data.weight, None, partial(self._prompt, split, source), first)
@@ -63,7 +63,7 @@ class ReasoningGym(Task):
         ]
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Return problem `index` of a split, which goes through the data sets by turns."""
+        """Return problem `index` of a split, in which problems come from each data set in turn."""
         index_of_source, source = divmod(index, len(self._data))
         return self._prompt(split, source, index_of_source)
 
@@ -95,14 +95,15 @@ class ReasoningGym(Task):
             if _split_of(problem) == split:
                 break
 
-        # Two indices may hash to one entry, and a batch may hold both.
+        # Two indices may hash to one problem, and a batch may hold both, so the uid has the index too.
         uid = f"{self._settings.dataset[source].name}/{source}/{entry}@{index}"
         return self._template.prompt(uid, problem["question"], [str(problem["answer"])])
 
     def _item(self, response: DecodedResponse) -> dict[str, Any]:
-        """Return the arguments of `gym_scorer.score_answer`."""
+        """Return the keyword arguments with which a worker calls `gym_scorer.score_answer` for a response."""
         _, source, entry = response.prompt.uid.partition("@")[0].rsplit("/", 2)
         data = self._settings.dataset[int(source)]
+        # The last match, or None where nothing matches; of a match the last group, or all where it has none.
         *_, match = (None, *self._settings.answer_regex.finditer(response.text))
         answer = response.text if match is None else match[match.lastindex or 0]
         return {
@@ -113,7 +114,7 @@ class ReasoningGym(Task):
         }
 
     def _score(self, result: RewardResult) -> Score:
-        """Return the score for the result of a worker."""
+        """Turn the result of a worker, a reward or an error, into a score."""
         return Score(
             reward=result.value,
             correct=result.error is None and result.value >= self._settings.solved,
@@ -123,7 +124,7 @@ class ReasoningGym(Task):
 
 
 def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
-    """Make a data set, and refuse one that cannot be made or that scores by executing answers."""
+    """Make the data set `name`; raise DataError if it cannot be made, or if it scores by executing answers."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
@@ -140,7 +141,7 @@ def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that make a data set, equal in this process and in the workers."""
+    """Complete the settings of a data set, so that this process and the workers make the same problems."""
     return {"seed": 0, "size": PROBLEMS, **kwargs}
 
 

@@ -20,7 +20,7 @@ from jackpot.rollout.tasks.environment import EnvironmentTask
 from jackpot.rollout.tasks.math import Math, make_benchmark
 from jackpot.rollout.tasks.reasoning_gym import ReasoningGym
 
-TASKS: dict[str, Callable[..., Task]] = {  # by name, called with a tokenizer and the task's settings
+TASKS: dict[str, Callable[..., Task]] = {  # classes of tasks by name; each is called with a tokenizer and settings
     "arithmetic": Arithmetic,
     "environment": EnvironmentTask,
     "math": Math,
@@ -72,7 +72,8 @@ def make_sets(
 
     Args:
         benchmarks: names of `SETS`, and files, folders or data of the hub with problems.
-        reward_fn: the reward of all benchmarks, which the caller closes; None: all share that of the first benchmark.
+        reward_fn: the reward of all benchmarks, which the caller closes; None: the first benchmark makes a reward,
+            which the others share.
 
     Raises:
         DataError: as `check_sets`, or as `Math`.

@@ -1,6 +1,6 @@
 """Reading of rows from files and from the hub, and of each row's problem, right answers and id from its columns.
 
-Each call reads from the first row to the last; all kinds of file but `.json` are read piece by piece.
+`read_files` and `read_hub` yield all rows in order. Files are read piece by piece, but `.json` files as a whole.
 """
 
 import csv
@@ -31,12 +31,12 @@ _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
 _BATCH = 64  # rows of parquet that are read at once
-LARGEST_JSON = 2**31  # bytes of a .json file, which is one list; .jsonl, with one row a line, has no such limit
-LONGEST_LINE = 64 * 2**20  # bytes of a row in a file with one row a line
+LARGEST_JSON = 2**31  # largest size of a .json file, bytes; .jsonl, with one row a line, has no such limit
+LONGEST_LINE = 64 * 2**20  # longest line of a file with one row a line, bytes
 _LARGEST_NUMBER = 10**300  # largest absolute value of a number that is an answer or an id
-_MAX_LISTED = 5  # files named in a message
+_MAX_LISTED = 5  # largest number of files named in a message
 _IN_BRACES = re.compile(r"\{([^{}]+)\}")
-_ABSENT = object()
+_ABSENT = object()  # stands for a value that a row does not have, unlike None, which a row may have
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,7 @@ class _OpenFile:
     """An open file of rows, with the number of lines or rows that have been read."""
 
     def __init__(self, path: Path, content: Any) -> None:
-        """Take over `content`, the binary file at `path`, decompressed where the file is compressed."""
+        """Begin to read `content`, the open file at `path` in binary mode, decompressed if the file is compressed."""
         self.content = content
         self.count = 0  # lines or rows read so far
         self.expansion = Expansion(path, MOST_REPETITION if path.suffix == ".parquet" else MOST_EXPANSION)
@@ -110,8 +110,8 @@ class _Kind(NamedTuple):
     """A kind of file with rows, such as CSV."""
 
     rows: Callable[[_OpenFile], Iterator[Any]]
-    unit: str  # what messages count its rows in: line or row
-    form: str  # description of the content, for messages
+    unit: str  # word for a row in messages, such as `line 17` or `row 17`: line or row
+    form: str  # description of what such a file holds, for messages
 
 
 _KINDS = {
@@ -130,7 +130,7 @@ _LISTED = f"{', '.join(SUFFIXES)} (the first three also with {GZIP})"
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the ending that says which kind of rows a file holds, such as `.jsonl` or `.csv.gz`; None for others."""
+    """Return the ending of a file with rows, such as `.jsonl` or `.csv.gz`; None for every other path."""
     ending = "".join(path.suffixes[-2:]) if path.suffix == GZIP else path.suffix
     return ending if ending.removesuffix(GZIP) in SUFFIXES and ending != f".parquet{GZIP}" else None
 
@@ -209,15 +209,17 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether a path belongs to a split: its innermost file or folder name with any split has this split."""
-    before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))  # train2 belongs to train
+    """Return whether the innermost file or folder name of a path that names any split names the split `split`."""
+    # A letter at either end of the split's name must not touch another letter, nor a digit a digit, in the path: train2
+    # belongs to the split train, and trainer does not.
+    before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))
     pattern = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
     innermost = next((name for name in reversed(path.parts) if pattern.search(name) or _SPLIT.search(name)), "")
     return bool(pattern.search(innermost))
 
 
 def _listed(files: Sequence[Path], folder: Path) -> str:
-    """List the first files, and how many more there are, for a message."""
+    """Return a text for a message that names the first files, relative to `folder`, and how many more there are."""
     names = [str(file.relative_to(folder)) for file in files]
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
@@ -260,16 +262,16 @@ Problem = str | tuple[Message, ...]
 
 
 class DataRow(NamedTuple):
-    """A problem as read from a data source."""
+    """A row of a data source, from which its problem, right answers and id were read."""
 
     uid: str
-    problem: Problem
-    answers: tuple[str, ...]  # right answers, any of which counts; empty where the row has none
+    problem: Problem  # text, or the messages of a chat
+    answers: tuple[str, ...]  # right answers, each of which a response may give; empty where the row has none
     where: str  # file and row number, for messages
 
 
 def append(problem: Problem, text: str) -> Problem:
-    """Put a text after a problem; where the problem is a chat, after its last message."""
+    """Return a problem with a text appended to it, or to its last message where the problem is a chat."""
     if isinstance(problem, str):
         return problem + text
     return (*problem[:-1], problem[-1]._replace(content=problem[-1].content + text))
@@ -278,9 +280,9 @@ def append(problem: Problem, text: str) -> Problem:
 def make_reader(
     first: Sequence[Record], benchmark: Benchmark, settings: DataConfig
 ) -> Callable[[int, Record], DataRow]:
-    """Choose the columns by what the first rows have, and return the function that reads a record into a `DataRow`.
+    """Find out which columns the first rows have, and return a function that reads a record into a `DataRow`.
 
-    The function takes the index of the row and the record. It raises DataError for a row that has no problem, or a
+    The function takes the index of the row and the record. It raises DataError for a row that has no problem, or for a
     value that is no text. Columns may have the forms that published data has:
 
     | of a row | forms |
@@ -295,6 +297,7 @@ def make_reader(
         DataError: a column is missing (lists the columns there are).
     """
     columns, choose_column = settings.columns, partial(_column, first)
+    # The problem is one column, or several whose names stand in braces.
     problem_columns = [columns.problem] if columns.problem else benchmark.problem
     joined_columns = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
     problem_column = problem_columns[0] if joined_columns else choose_column("problem", problem_columns)
@@ -316,7 +319,7 @@ def make_reader(
             in_column = _lookup(values, answer_column)
             entries = in_column if isinstance(in_column, list) else [in_column]
             texts = [_text(value, answer_column) for value in entries]
-            answers = [text and extract(text) for text in texts]
+            answers = [text and extract(text) for text in texts]  # None where a value, or the answer in it, is missing
 
             if option_columns:
                 options_text, choose = _choice(values, option_columns)
@@ -346,7 +349,7 @@ def _lookup(values: Any, path: str, default: Any = None) -> Any:
 
 
 def _column(first: Sequence[Record], role: str, candidates: Sequence[str]) -> str:
-    """Return the first candidate that is a column of the first rows, for the `role` problem, answer, options or uid."""
+    """Return the first candidate that is a column of the rows `first`; `role` says in errors what the column holds."""
     for name in candidates:
         if any(_lookup(record.values, name, _ABSENT) is not _ABSENT for record in first):
             return name
@@ -364,7 +367,7 @@ def _column(first: Sequence[Record], role: str, candidates: Sequence[str]) -> st
 
 
 def _needed(role: str, column: str, value: Any) -> Any:
-    """Return a value that every row must have, or raise DataError where the row has none."""
+    """Return the `value` that a row has for its problem or uid, or raise DataError where it is None."""
     if value is None:
         raise DataError(
             f"column {column!r} is empty; every row needs {'an id' if role == 'uid' else f'a {role}'}: fill it in, "
@@ -375,7 +378,7 @@ def _needed(role: str, column: str, value: Any) -> Any:
 
 
 def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
-    """Return a row's problem, as text or chat messages; None where it is empty.
+    """Return a row's problem, as text or chat messages; None where the problem is empty.
 
     In a `column` such as `{Body} {Question}` each name in braces is replaced by the value of that column.
     """
@@ -396,7 +399,7 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
 
 
 def _message(value: Any, column: str) -> Message:
-    """Return a chat message, whose content may be a list of entries, as long as all entries are text."""
+    """Read a chat message from its dict with `role` and `content`; the content is text, or a list of texts to join."""
     role, content = (_lookup(value, name) for name in ("role", "content"))
     if isinstance(content, list) and all(_lookup(entry, "type") == "text" for entry in content):
         content = "".join(str(_lookup(entry, "text", "")) for entry in content)
@@ -417,7 +420,8 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     Raises:
         DataError: fewer than 2 or more than 26 options, an empty option, or a value of another form.
     """
-    # Options stand in one column, with labels beside them or as keys or without labels, or each in a column.
+    # The options stand in one column, as {"text": [...], "label": [...]}, as {label: text} or as a list of texts, or
+    # each option stands in a column of its own. Without labels they are called A, B, C, ...
     labels = None
     match [_lookup(values, name) for name in columns]:
         case [{"text": [*contents]} as column]:
@@ -437,8 +441,9 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     plain = _unlabelled(options)
 
     def choose(answer: str, is_integer: bool) -> str:
-        """Return the reference for an answer."""
-        # The answer may be a label, the text of an option, or a letter with punctuation, and last a number from 0.
+        """Return the reference, such as `(A) 142`, for the option that an answer names."""
+        # An answer is read as a label, else as an option's text, else as a letter with punctuation, such as `(b)`, else
+        # as an index from 0. Where the data has no labels, an integer is an index and never the text of an option.
         candidates = [(names, answer)]
         if not is_integer or labels is not None:
             candidates += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
@@ -467,7 +472,7 @@ def _unlabelled(options: Sequence[str]) -> list[str]:
 
 
 def _text(value: Any, column: str) -> str | None:
-    """Return a value as text, numbers without trailing zeros (142.0 is 142), or None where it is empty.
+    """Return the value of a column as text, numbers without trailing zeros (142.0 is 142), or None where it is empty.
 
     Raises:
         DataError: the value is neither text nor a finite number, or is text that cannot be UTF-8.
@@ -488,13 +493,13 @@ def _text(value: Any, column: str) -> str | None:
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the first group of a pattern's last match, or the whole match if the pattern has no group; else None."""
+    """Return the first group of a pattern's last match, or all of it if there are no groups; None if that is empty."""
     *_, last = [None, *pattern.finditer(text)]
     return last and ((last[min(1, pattern.groups)] or "").strip() or None)
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return MATH's answer: the content of the last balanced \boxed{...}, or the word after a bare \boxed.
+    r"""Return the answer in a solution of MATH: the content of the last \boxed{...}, or the word after a bare \boxed.
 
     The text is read once, with a stack of open braces, since data may hold thousands of boxes that are never closed.
     """
@@ -514,6 +519,7 @@ def _last_boxed(text: str) -> str | None:
     return (last[1].strip() or None) if last else None
 
 
+# By the value of the setting `answers`, the function that finds an answer in the text of its column, or returns None.
 ANSWERS: Mapping[str, Callable[[str], str | None]] = {
     "plain": lambda text: text,
     "hashes": hashed_answer,

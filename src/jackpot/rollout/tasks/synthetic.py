@@ -1,6 +1,6 @@
 """Synthetic word problems, as rows of a file of problems.
 
-They stand in for data that is not on this machine, to try out whether a run works. A model learns nothing from them.
+They replace a data set that is not on this machine, to try out whether a run works. A model learns nothing from them.
 """
 
 import random

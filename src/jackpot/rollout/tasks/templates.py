@@ -13,15 +13,15 @@ from jackpot.core.types import Prompt
 from jackpot.rollout.tasks.data import PromptSize
 from jackpot.rollout.tasks.rows import Message, Problem, append
 
-_ENDED: dict[str, bool] = {}  # by chat template, whether it comes to an end within the limits of time and memory
+_ENDED: dict[str, bool] = {}  # by chat template, whether rendering ends within the limits of time and memory
 _MARKER = "What the model said."  # an answer that can be found again in the text that a chat template makes
 
 
 class Template:
     """A template with its tokenizer, which formats and tokenizes prompts.
 
-    A problem that is chat messages keeps them: the instruction stands after the last message, and the system prompt of
-    the settings replaces that of the messages.
+    Where a problem is a list of chat messages, these stay: the instruction is appended to the last message, and the
+    system prompt of the settings, if there is one, replaces system messages.
 
     Args:
         name: key of `TEMPLATES`.
@@ -57,7 +57,7 @@ class Template:
         return self._format(self._tokenizer, messages)
 
     def prompt(self, uid: str, problem: Problem, answers: Sequence[str]) -> Prompt:
-        """Return a problem with its text and token ids; the first of `answers` is the reference."""
+        """Return the `Prompt` of a problem; the first of the right `answers` is its reference, the others count too."""
         text = self.text(problem)
         token_ids = tuple(self.token_ids(text))
         return Prompt(uid=uid, text=text, answer=answers[0], other_answers=tuple(answers[1:]), token_ids=token_ids)
@@ -70,6 +70,7 @@ class Template:
         """
         if self._format is not chat:
             return f"\n\n{self._format(self._tokenizer, [Message('user', text)])}"
+        # The model itself has generated the token that ends its turn, so the reply begins after it.
         following = self._after_turn(text)
         return following.lstrip().removeprefix(self._turn_end) if self._turn_end else following
 
@@ -112,7 +113,7 @@ class Template:
         return [*self._bos, *self._tokenizer.encode(text, add_special_tokens=False)]
 
     def measure(self, texts: list[str]) -> list[PromptSize]:
-        """Return the size of each prompt; one call for many prompts is several times faster than a call for each."""
+        """Return the size of each prompt in tokens; one call for many prompts is much faster than a call for each."""
         tokenize: Any = self._tokenizer
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = tokenize(texts, **options)["input_ids"] if texts else []
@@ -121,7 +122,7 @@ class Template:
 
 
 def _ends(template: str, ask: Callable[[], object]) -> bool:
-    """Tell whether a chat template comes to an end; a child process tries each template once."""
+    """Tell whether `ask`, which renders a chat template, ends in the limits; a child process tries it once."""
     if template not in _ENDED:
         _ENDED[template] = ends_in_limits(ask)
     return _ENDED[template]
@@ -159,7 +160,7 @@ def chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
 
 
 def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    r"""Format messages as plain text for a model that never saw a chat, below the system prompt if there is one.
+    r"""Format messages as plain text for a model that never saw a chat, after the system prompt if there is one.
 
     Question:
     What is 1+1?
@@ -173,7 +174,7 @@ def base(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Join messages with an empty line between two of them, without any frame."""
+    """Join the contents of messages, with an empty line between two of them and no other text."""
     return "\n\n".join(message.content for message in messages if message.content)
 
 

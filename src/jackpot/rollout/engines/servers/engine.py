@@ -1,7 +1,7 @@
 """The engine of servers that the user has started, in other processes or on other machines: a pool of `Replica`s.
 
 The caller's thread hands over prompts and new weights. It waits for rollouts in `collect`, for log-probs in `score` and
-for the servers in `update_weights`. The pool (`engines/pool.py`) does everything else, with one request for a prompt.
+for the servers in `update_weights`. The pool (`engines/pool.py`) sends each prompt to a server in a request of its own.
 """
 
 import math
@@ -32,7 +32,7 @@ from jackpot.rollout.engines.servers.weight_sync import Format, SavedWeights, We
 
 
 class ServerEngine(BackgroundEngine):
-    """An engine of servers that the user has started with one model. A subclass knows the program of the servers."""
+    """An engine of servers that the user has started with one model. A subclass is for vLLM's or SGLang's servers."""
 
     client_class: ClassVar[type[HTTPClient]]
     # The module that translates requests and answers: `check_temperature`, `generate_body`, `parse_answer`,
@@ -90,7 +90,7 @@ class ServerEngine(BackgroundEngine):
             self.close()
             raise
 
-    # What differs between servers
+    # Methods that differ between vLLM and SGLang
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
         """Store what servers of this model must report, and return the form of the weights that servers get.
@@ -105,7 +105,7 @@ class ServerEngine(BackgroundEngine):
     def _replica(self, url: str, client: Any) -> Replica:
         """Return the `Replica` of the server at `url`, with the `client` that calls the server."""
 
-    # What servers share
+    # Methods that the engines of vLLM and SGLang share
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call.
@@ -128,7 +128,7 @@ class ServerEngine(BackgroundEngine):
         )
 
     def _generate_request(self, request: Request) -> PeerRequest:
-        """Return the call of a server that generates the response to a request."""
+        """Return the call of a server that generates the response to a request, with the function that parses it."""
         capabilities = self.capabilities
         body = self.protocol.generate_body(request, self._eos_token_ids, capabilities.max_model_len)
         return PeerRequest(
@@ -150,6 +150,7 @@ class ServerEngine(BackgroundEngine):
             self.protocol.check_temperature(temperature, f"the score of {rollout.uid}")
 
         def answers(requests: Sequence[tuple[str, LogProbRequest]]) -> list[list[float]]:
+            """Have the servers return the log-probs that each request asks for."""
             parse = self.protocol.parse_log_probs
             return self._pool.results(
                 [
@@ -199,6 +200,7 @@ class ServerEngine(BackgroundEngine):
         self._pool.check = self._check_limits
 
     def _find_capabilities(self) -> Capabilities:
+        """Return the capabilities that all servers in reach have: the smallest of their limits."""
         infos = [replica.info for replica in self._pool.peers if replica.info is not None]
         return Capabilities(
             vocab_size=self._vocab_size,

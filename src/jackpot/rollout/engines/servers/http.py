@@ -21,7 +21,7 @@ _ANSWER_BYTES = 1 << 26  # largest answer other than a completion, such as a lis
 _CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon after it is larger than allowed
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0  # limit of opening a connection to a server
 URLS_ADVICE = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000"
 FOLDER_ADVICE = (
     "Every server must see engine.weights_folder under the same path as the trainer, and serve the same model. Where "
@@ -31,11 +31,11 @@ _SHORT_SECONDS = 60.0  # limit of a call without generation; vLLM needs seconds 
 
 
 class ServerRefused(PeerLost):
-    """The error of a call that a server answered with a refusal, which may be temporary."""
+    """The error of a call that a server refused, perhaps only for now (HTTP 429, or 500 and above)."""
 
 
 def open_session(urls: Sequence[str], api_key_var: str) -> Any:
-    """Open the aiohttp session that all clients share; the event loop that uses the session calls this.
+    """Open the aiohttp session that all clients share; to be called on the event loop that uses the session.
 
     Args:
         api_key_var: environment variable that holds the key of all servers.
@@ -123,10 +123,10 @@ class HTTPClient(ABC):
         """Send a request and return the body of the response.
 
         Args:
-            seconds: time limit; None: that of a call without generation.
+            seconds: time limit; None: the limit of a call without generation, `_SHORT_SECONDS` or less.
             max_bytes: largest size of the response.
             bad_request_advice: end of the error if the server answers 400, bad request.
-            missing_route_advice: end of the error if the route does not exist; None: the client's.
+            missing_route_advice: end of the error if the route does not exist; None: the advice of the client's class.
 
         Raises:
             PeerLost: the server was not reached, took too long or failed.
@@ -187,7 +187,7 @@ async def _read(response: Any, path: str, max_bytes: int) -> bytes:
 
 
 def _parse(path: str, data: bytes, parse: Callable[[Any], Result]) -> Result:
-    """Return what `parse` makes of a body; raise PeerLost if the body cannot be read."""
+    """Return the result that `parse` makes of the JSON in a body; raise PeerLost if the body cannot be read."""
     try:
         return parse(json.loads(data))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -212,6 +212,7 @@ def _error_message(data: bytes) -> str:
 
 
 def _import_aiohttp() -> Any:
+    """Return the module aiohttp; raise EngineError with advice where it is not installed."""
     try:
         import aiohttp
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The parts of requests and answers that vLLM and SGLang share: how answers are checked and become rollouts or scores.
+"""The parts of requests and answers that vLLM and SGLang share: checks of answers, and rollouts and scores from them.
 
 Shapes: `T` response tokens, `K` top log-probs.
 """
@@ -16,7 +16,8 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Finish, Rollout, Version
 from jackpot.rollout.engines.base import Request
 
-NEUTRAL: Mapping[str, float] = {  # every sampling parameter is sent, so that no default of a server applies
+# Values without effect of further sampling parameters, which are sent so that no default of a server applies.
+NEUTRAL: Mapping[str, float] = {
     "min_p": 0.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -44,7 +45,7 @@ def make_rollout(
     finish_reason: str,
     version: Version,
 ) -> Rollout:
-    """Return the rollout of a response.
+    """Return the rollout of a response that a server has generated.
 
     Args:
         ids, log_probs: [T, 1 + K]; in each row the sampled token, then the top tokens, most probable first.
@@ -77,7 +78,7 @@ def checked_rollout(
     version: Version,
     remedies: Remedies,
 ) -> Rollout:
-    """Check that a server's response is what was asked for, and return the response as a rollout.
+    """Check that a server's response fits the request, and return the response as a rollout.
 
     Args:
         rows: for each token of the response, (token, log-prob) of the token and then of the top tokens, as
@@ -112,7 +113,7 @@ def checked_rollout(
 
 
 def check_log_probs(values: Sequence[float], uid: str) -> None:
-    """Raise EngineError for scores above 0 or NaN."""
+    """Raise EngineError if a log-prob of a rollout's tokens, which a server returned for a score, is above 0 or NaN."""
     if not all(value <= _LARGEST_LOG_PROB for value in values):
         raise EngineError(f"the score of {uid} came back with numbers that are not log-probs, such as {max(values)}")
 
@@ -153,12 +154,12 @@ def log_prob_row(
 
     Args:
         top: log-probs of the top tokens by id, and that of the sampled token where it is not among them.
-        advice: arguments with which to start a server that returns too few.
+        advice: end of the error about too few top log-probs: how to start the server.
 
     Raises:
         EngineError: fewer than `num_top` top tokens.
     """
-    listed = top.get(token, log_prob)
+    listed = top.get(token, log_prob)  # the sampled token's log-prob in `top`, if it is there
     if len(top) > num_top:
         top = {top_token: value for top_token, value in top.items() if top_token != token}
     if len(top) != num_top:
@@ -214,7 +215,7 @@ class LogProbRequest:
 
 
 def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbRequest]:
-    """Return the requests that give the log-probs of a rollout's response tokens, in the order of the tokens."""
+    """Return the requests for the log-probs of a rollout's response tokens: one at temperature 1, else one a token."""
     tokens = rollout.token_ids.tolist()
     text = (*rollout.prompt.token_ids, *tokens)
     prompt_length = len(rollout.prompt.token_ids)

@@ -53,7 +53,8 @@ class Replica(Peer):
         self._sent_weights: SavedWeights | None = None  # weights that the server should hold; None: unknown
         # The newest weights that the server was found to hold, and the checksums that it reported then.
         self._last_check: tuple[SavedWeights, Mapping[str, str]] | None = None
-        self._checks_begun, self._checks_passed = 0, 0  # numbers of the newest check begun and passed
+        # Checks of the weights' version are numbered from 1: the newest that has begun, and the newest that has passed.
+        self._checks_begun, self._checks_passed = 0, 0
         self._check_lock = asyncio.Lock()
 
     async def sync(self, newest: SavedWeights) -> None:
@@ -75,7 +76,7 @@ class Replica(Peer):
             self.loading = None
 
     async def _inspect(self) -> None:
-        """Read and check the server's facts, and find out whether the server still holds the weights it was sent."""
+        """Read and check the facts that the server reports, and find out if it still holds the weights it was sent."""
         try:
             version = await self._weight_version()
             self.was_restarted = False
@@ -90,10 +91,10 @@ class Replica(Peer):
 
     @abstractmethod
     async def _read_facts(self) -> ServerInfo:
-        """Ask the server for its facts, check and return them.
+        """Ask the server for its limits and settings, and check them; return the limits.
 
         Raises:
-            EngineError: the facts do not fit the run.
+            EngineError: the server's settings do not fit the run.
         """
 
     @contextmanager
@@ -152,7 +153,7 @@ class Replica(Peer):
         self._sent_weights, self._was_updated = weights, True
 
     async def run(self, request: PeerRequest) -> Any:
-        """Return the parsed answer to a request, which the weights `self.weights` have made, as `Peer.run` says."""
+        """Return the parsed answer to a request as `Peer.run` says, once the server confirms that it has `weights`."""
         assert self.weights is not None  # a peer without them is given no request
         answer = await self._ask(request)
         await self._confirm(self.weights)
@@ -161,7 +162,7 @@ class Replica(Peer):
     async def _confirm(self, weights: SavedWeights) -> None:
         """Wait until a check that begins after this call has found that the server holds `weights`.
 
-        All calls that wait at the same time share one check.
+        Calls that wait at the same time share one check.
         """
         begun = self._checks_begun
         async with self._check_lock:

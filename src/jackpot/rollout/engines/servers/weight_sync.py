@@ -21,19 +21,19 @@ from jackpot.core.digest import weights_digest
 from jackpot.core.errors import EngineError
 from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
-# The checksum of no bytes: on a CPU vLLM moves packed matrices out of the parameter, which is left empty.
+# Checksum of an empty tensor. On a CPU vLLM packs matrices into memory of its own, and leaves the parameters empty.
 _PACKED = hashlib.sha256().hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """The form of the weights in the files, here unchanged; vLLM's `WeightFormat` also quantizes."""
+    """The form in which weights are written to files: here as they are, in vLLM's `WeightFormat` also quantized."""
 
     quantized_names: frozenset[str] = frozenset()  # names of the weights that are written as codes
-    events: tuple[dict[str, Any], ...] = ()  # events that report the form
+    events: tuple[dict[str, Any], ...] = ()  # events that report how weights are quantized
 
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Return the tensors of the file for weights in the engine's dtype."""
+        """Return the tensors that are written to the file for weights in the engine's dtype."""
         return named_tensors
 
 
@@ -104,7 +104,7 @@ class WeightsFolder:
     def _read_back(self, folder: Path, version: str, weights: Mapping[str, Tensor]) -> SavedWeights:
         """Read the file back from the disk, and return its digest and checksums.
 
-        The digest takes quantized weights from memory, as they were before, because the file has only their codes.
+        For the digest, quantized weights are taken from memory as they were before, since the file has only codes.
         """
         quantized = self._format.quantized_names
         tensors = dict(read_weights(folder / "model.safetensors"))
@@ -156,15 +156,15 @@ def check_loaded(
     """Raise EngineError for a server that reports a successful update and still holds old weights.
 
     A server may hold parameters fused, padded or split. Parameters that keep the model's name must have changed where
-    the file has changed, and at least one must be equal to the file byte for byte, as norms are. Packed parameters have
-    no checksum and are not compared.
+    the file has changed, and at least one, such as a norm, must equal that of the file byte for byte. Packed parameters
+    have no checksum and are not compared.
 
     Args:
         after: the server's checksums after the update, by rank and name.
         verified: the newest weights that this function accepted since the server's start, and the server's checksums
             then; None before there are any.
-        comparable: False where the server computes checksums in another way than the file's, so that only a change
-            shows.
+        comparable: False where the server computes checksums in another way than this program does, so that only a
+            change of a checksum can be seen.
     """
     # The file's checksums of the parameters that keep the model's name, by the server's name.
     known = {

@@ -27,6 +27,7 @@ class SGLangClient(HTTPClient):
         """Return a checksum of every parameter and buffer, by rank and SGLang's name of the tensor."""
 
         def parse(body: Any) -> dict[str, str]:
+            """Join the checksums of all ranks, under keys RANK:NAME."""
             check_success(body)
             checksums: dict[str, str] = {}
             for rank, info in enumerate(body["ranks"]):

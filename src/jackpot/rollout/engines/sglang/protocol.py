@@ -3,8 +3,8 @@
 What SGLang's source says, and what follows here:
 
 - Log-probs of a response are after temperature and before top-p and top-k, so filters are refused.
-- Log-probs of a prompt are at temperature 1. Beside them the id of the vocabulary's last token is reported as 0, so
-  these ids are not compared with the prompt; the prompt that the answer repeats is.
+- Log-probs of a prompt are at temperature 1. The token ids beside them are wrong for the vocabulary's last token, which
+  is reported as 0, so the prompt is compared with the token ids that the answer repeats, and not with these.
 - `ignore_eos` switches `stop_token_ids` off as well, so it is not sent as true.
 - A log-prob of minus infinity comes as the smallest float32.
 
@@ -31,7 +31,7 @@ from jackpot.rollout.engines.servers.protocol import (
 )
 
 MIN_TEMPERATURE = 1e-6  # at smaller temperatures SGLang takes the most probable token
-_MINUS_INFINITY = -1e30
+_MINUS_INFINITY = -1e30  # this log-prob and smaller ones stand for minus infinity
 _SETTINGS = "Start it without --preferred-sampling-params, and from the folder of the run's rollout model"
 _REMEDIES = Remedies(
     wrong_end=f"a setting of its own, or an end-of-sequence token that the run does not have. {_SETTINGS}",
@@ -41,7 +41,7 @@ _REMEDIES = Remedies(
 
 
 def check_sampling(request: Request) -> None:
-    """Raise EngineError for top-p and top-k, because SGLang's log-probs are those before such filters."""
+    """Raise EngineError for a request with top-p or top-k, because SGLang's log-probs ignore such filters."""
     sampling = request.sampling
     if sampling.truncated:
         raise EngineError(
@@ -81,7 +81,7 @@ def generate_body(request: Request, eos_token_ids: Sequence[int], max_model_len:
 def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
     """Return the body of the call for a `LogProbRequest`.
 
-    One prompt token more than needed is asked for, because SGLang's list begins with a token that has no log-prob.
+    The call asks for the log-prob of one more prompt token, because the first in SGLang's list has no log-prob.
     """
     body = _body(request.prompt, temperature=request.temperature, max_new_tokens=1, stop_token_ids=[], sampling_seed=0)
     body["token_ids_logprob"] = [request.token]
@@ -91,7 +91,7 @@ def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
 
 
 def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
-    """Return the body of a call with `sampling` parameters, in which all others are those without effect."""
+    """Return the body of a call with the given sampling parameters, and with all others at values without effect."""
     sampling_params = {
         **NEUTRAL,
         "top_p": 1.0,
@@ -173,12 +173,12 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
 
 
 def _checked_meta(answer: Any, prompt: Sequence[int], uid: str) -> Any:
-    """Return the facts about a response in an answer, once `check_answer` has accepted the answer."""
+    """Return the entry `meta_info` of an answer, with log-probs and tokens, once `check_answer` accepts the answer."""
     meta = answer["meta_info"]
     check_answer(meta["finish_reason"]["type"], answer["prompt_token_ids"], prompt, uid)
     return meta
 
 
 def _entries(entries: Sequence[Any]) -> list[tuple[int, float]]:
-    """Return (token, log-prob) of every entry of one of SGLang's lists; an entry is [log-prob, token, text]."""
+    """Return (token id, log-prob) for every entry of one of SGLang's lists; an entry is [log-prob, token id, text]."""
     return [(checked_token_id(entry[1]), checked_log_prob(entry[0], _MINUS_INFINITY)) for entry in entries]

@@ -20,8 +20,8 @@ from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_load
 from jackpot.rollout.engines.sglang import protocol
 from jackpot.rollout.engines.sglang.client import SGLangClient
 
-_DTYPES = {torch.float32: ("float32", "float"), torch.bfloat16: ("bfloat16",)}
-_PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")
+_DTYPES = {torch.float32: ("float32", "float"), torch.bfloat16: ("bfloat16",)}  # with SGLang's names of each dtype
+_PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")  # SGLang's dtypes of a cache that is not quantized
 
 
 class SGLangReplica(Replica):
@@ -54,13 +54,15 @@ class SGLangReplica(Replica):
         self._head_is_fp32 = settings.head_dtype == "fp32"
 
     async def _read_facts(self) -> ServerInfo:
+        """Ask the server for its settings and the names of its parameters, check both, and return its limits."""
         settings = await self._client.server_info()
         checksums = await self._client.checksums()
         with self._reading_facts():
             refusal = self._refusal(settings)
             info = ServerInfo(
                 device=str(settings["device"]),
-                # The safe limit of the two: a prompt may have one token less, a response could end four tokens later.
+                # SGLang's limit for prompts, which must be shorter. Prompt and response together could have four tokens
+                # more, which are not used.
                 max_model_len=int(settings["max_req_input_len"]),
                 num_top_log_probs=self._vocab_size,
             )
@@ -104,7 +106,7 @@ class SGLangReplica(Replica):
     async def _load(self, weights: SavedWeights) -> None:
         await self._client.update_weights(str(weights.folder), weights.version)
         checksums = await self._client.checksums()
-        # On a GPU SGLang computes checksums with a function of its own.
+        # On a GPU SGLang computes checksums with another function than SHA-256, so they differ from the file's.
         comparable = self.info is not None and self.info.device == "cpu"
         check_loaded(self.name, weights, checksums, self._last_check, comparable)
         await self._check_version(weights)

@@ -1,8 +1,8 @@
 """Attention for decoding: grouped-query attention without repeated keys, and attention on FP8 keys and values.
 
 Where there is a mask, transformers repeats the keys and values of grouped-query attention for each query head at every
-step. `grouped_attention` instead lets the query heads that share a key head stand in the dimension of query tokens: the
-kernel is the same, and the results are equal up to float rounding.
+step. `grouped_attention` instead passes the query heads that share a key head to the kernel as if they were several
+query tokens of one head; the results are equal up to float rounding.
 """
 
 import sys
@@ -27,9 +27,9 @@ from jackpot.models.quantization.quantizer import SCHEMES
 GROUPED, EXACT = "jackpot_grouped", "jackpot_exact"
 GROUPED_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_exact_fp8"
 EAGER_FP8 = "jackpot_eager_fp8"
-# Implementations that take a mask [N, 1, T, S] as it is.
+# Implementations to which transformers passes a mask [N, 1, T, S] unchanged.
 ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, EXACT, GROUPED_FP8, EAGER_FP8, EXACT_FP8})
-_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}
+_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}  # what replaces each for an FP8 cache
 
 
 def grouped_attention(
@@ -42,9 +42,9 @@ def grouped_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' `sdpa` does, without repeating keys for one query token of grouped heads.
+    """Compute attention as transformers' `sdpa` does, but for one query token do not repeat keys that heads share.
 
-    All other cases call transformers' `sdpa`.
+    With several query tokens, or without shared keys, transformers' `sdpa` is called.
 
     Args:
         query: [N, heads, T, D].
@@ -55,6 +55,7 @@ def grouped_attention(
         Output [N, T, heads, D], and None in place of attention weights.
     """
     num_rows, num_heads, length, size = query.shape
+    # Options that only transformers' own function implements
     special = dropout or options.get("position_bias") is not None or options.get("cache") is not None
     if length > 1 or num_heads == key.shape[1] or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
@@ -67,16 +68,16 @@ def grouped_attention(
 def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the eager attention of the model's own file in transformers. Shapes as in `grouped_attention`."""
+    """Call the eager attention in the model's own file of transformers. Shapes are as in `grouped_attention`."""
     attend = sys.modules[type(module).__module__].eager_attention_forward
     return attend(module, query, key, value, attention_mask, **options)
 
 
 def with_rounded_kv(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> Attention:
-    """Return an attention function that calls `attend` on rounded keys and values, as a low-precision cache has them.
+    """Return an attention function that calls `attend` with keys and values rounded as in a low-precision cache.
 
-    New tokens stand last in keys and values. Their states are rounded once, in place, so the cache holds rounded states
-    too, and a prompt sees its own keys rounded, as in vLLM.
+    Keys and values of new tokens come last. They are rounded once, in place, so that the cache holds rounded numbers
+    too, and a prompt's tokens see each other's keys rounded, as in vLLM.
 
     Args:
         rounding: function that rounds keys or values [N, key heads, T, D].
@@ -85,6 +86,7 @@ def with_rounded_kv(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
+        """Round the keys and values of the new tokens in place, and compute attention with `attend`."""
         for states in (key, value):
             new = states[:, :, -query.shape[2] :]
             new.copy_(rounding(new))
@@ -105,9 +107,10 @@ for _name, _attend, _mask in (
 
 
 def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
-    """Set the attention of a model as an engine's settings say.
+    """Set the attention implementation of a model as an engine's settings say.
 
-    On a CPU attention is computed in float64 where activations are quantized (`exact` of `set_attention`).
+    On a CPU, attention is computed in float64 (`exact` of `set_attention`) where the settings quantize activations and
+    have no draft.
 
     Raises:
         EngineError: as `set_attention`.

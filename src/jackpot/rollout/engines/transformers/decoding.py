@@ -23,7 +23,7 @@ from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.attention import ACCEPT_4D_MASKS
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, make_cache, reorder_rows
 
-# Architectures that only pass their attention mask on to attention, so that they take a mask [N, 1, 1, S] made here.
+# Architectures whose code only passes the attention mask on to attention, so that a mask [N, 1, 1, S] can be given.
 _PASS_MASKS_ON = frozenset(
     {
         "gemma",
@@ -44,7 +44,8 @@ _PASS_MASKS_ON = frozenset(
 )
 
 
-# Multiplications of a step below which one thread is faster than several, as for the quickstart's models.
+# A decoding step of fewer multiplications, such as that of the quickstart's models, is faster with one thread than with
+# several.
 ONE_THREAD_BELOW = 2**26
 
 
@@ -62,11 +63,12 @@ class ModelRunner:
             max_new_tokens: largest number of tokens that any row reads after its prompt.
         """
         self._model, self._prompts = model, prompts
-        self.max_length = max(map(len, prompts)) + max_new_tokens  # most tokens of a row of the cache
+        self.max_length = max(map(len, prompts)) + max_new_tokens  # largest number of cached tokens of a row
         self.cache = make_cache(model.config, self.max_length)
 
     def prefill(self) -> Tensor:
-        """Run the prompts, first of all and once; return the hidden states that predict the first tokens, [R, H]."""
+        """Run the model on the prompts, before any step; return the hidden states that predict first tokens, [R, H]."""
+        # Read each different prompt once, and give every row a copy of the cache of its prompt.
         unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
         device = self._model.device
 
@@ -84,7 +86,7 @@ class ModelRunner:
         return hidden[index]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
-        """Run the newest token of every row, [N]; return the hidden states that predict the next tokens, [N, H]."""
+        """Run the model on each row's newest token, [N]; return the hidden states that predict the next, [N, H]."""
         self.length += 1
         hidden = self._forward(tokens[:, None], self._mask(), self.positions[:, None])
         self.positions = self.positions + 1
@@ -101,15 +103,16 @@ class ModelRunner:
         self._bias = None if self._bias is None else self._bias[order]
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
+        """Run the model on new tokens [N, T], and append them to the cache; return hidden states [N, T, H]."""
         return backbone(self._model)(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
 
     def _mask(self) -> Tensor | None:
-        """Return the attention mask of the new tokens; None: each sees everything inside the sliding window.
+        """Return the attention mask of the newest tokens; None: each sees all cached tokens in its sliding window.
 
-        Transformers turns a mask [N, S] at every step into a larger one with sliding windows. It uses a mask
-        [N, 1, 1, S] as it is.
+        A mask [N, 1, 1, S] is returned where the model takes it, since transformers uses it unchanged. A mask [N, S]
+        costs more, since transformers makes a larger mask, with sliding windows, from it at every step.
         """
         if not isinstance(self.cache, BatchKVCache):
             return self._is_token[:, : self.length]
@@ -121,7 +124,7 @@ class ModelRunner:
         return self._bias[..., : self.length]
 
     def _additive_mask(self) -> Tensor | None:
-        """Return what attention adds to its scores, [N, 1, 1, S]: 0 for tokens, the lowest number for padding.
+        """Return the numbers that attention adds to its scores, [N, 1, 1, S]: 0, or the lowest number for padding.
 
         Return None for models that do not take such a mask.
         """
@@ -147,10 +150,10 @@ def batch_settings(sampling: Sampling) -> BatchSettings:
 
 
 class DecodingBatch:
-    """A batch of requests with equal `batch_settings`, decoded together, one token a step.
+    """A batch of requests with equal `batch_settings`, decoded together, one token of each response per step.
 
-    Tokens are kept until the response is finished; then its row leaves the batch and the cache. Of each step's
-    distribution [N, V] only the sampled token and the top K are kept.
+    Each unfinished response has a row, which leaves the batch and the KV cache when the response is finished. Of each
+    step's distribution [N, V] only the log-probs of the sampled token and of the top K are kept.
     """
 
     def __init__(
@@ -161,6 +164,14 @@ class DecodingBatch:
         max_model_len: int,
         version: Version,
     ) -> None:
+        """Prepare a batch; the first step reads the prompts.
+
+        Args:
+            requests: requests with equal `batch_settings`.
+            eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`.
+            max_model_len: largest length of a prompt and its response together, tokens.
+            version: version of the model's weights, which every token carries.
+        """
         samplings = [request.sampling for request in requests]
         prompts = [request.prompt.token_ids for request in requests]
         self._model, self._version = model, version
@@ -168,7 +179,7 @@ class DecodingBatch:
         self._settings = batch_settings(samplings[0])
         self._rows = torch.arange(len(requests))  # [N], index of each unfinished request, in the order of rows
         self._stops = _stop_table([{*eos_token_ids, *sampling.stop_token_ids} for sampling in samplings])
-        self._max_position = max_model_len - 1
+        self._max_position = max_model_len - 1  # position of the last token that fits into the context
 
         limits = [
             min(sampling.max_new_tokens, max_model_len - len(prompt))
@@ -181,7 +192,8 @@ class DecodingBatch:
         self._keys = upload(keys, model.device)  # [N]
         self._num_generated = 0  # tokens generated in every unfinished row
 
-        # Packed draws (`pack_draw`), on the CPU; rows of `empty` take no memory before they are written.
+        # [R, tokens, 2 + 2K], the draw of every token (`pack_draw`), on the CPU. Parts of `torch.empty` that are not
+        # written take no memory.
         size = 2 + 2 * self._settings.num_top_log_probs
         self._records = torch.empty(len(requests), max(limits), size, dtype=torch.int32)
 
@@ -212,6 +224,7 @@ class DecodingBatch:
             raise self._no_distribution(row, self._num_generated + step)
 
     def _no_distribution(self, row: int, token: int) -> EngineError:
+        """Return the error for a token, by its index in the response to request `row`, without finite log-probs."""
         return EngineError(
             f"the model gave no finite distribution for token {token} of {self._all_requests[row].uid} at "
             f"{self._version}; look for NaN in the weights that were sent last"
@@ -239,7 +252,7 @@ class DecodingBatch:
         self._rows = self._rows[order]  # last, so that after an error above `requests` has the finished rows too
 
     def _reorder(self, order: Tensor) -> None:
-        """Replace row i of the model's rows by the old row `order[i]`; rows not in `order` leave."""
+        """Replace row i of the cache and of the draws' state by the old row `order[i]`; rows not in `order` leave."""
         if len(order):
             on_device = upload(order, self._last_tokens.device)
             self._runner.reorder(on_device)
@@ -291,13 +304,13 @@ def threads_for(multiplications: int) -> Iterator[None]:
 
 
 def _stop_table(stops: Sequence[set[int]]) -> Tensor:
-    """Return the stop tokens of each row, [R, 1 or more] int64, padded with -1, which is no token id."""
+    """Return the stop tokens of each response as a table [R, 1 or more] int64, padded with -1, which is no token id."""
     width = max(1, *map(len, stops))
     return torch.tensor([[*row, *[-1] * (width - len(row))] for row in stops])
 
 
 def _compaction(is_removed: Tensor) -> Tensor:
-    """Return the old index of each row that stays, where the last of these rows move into the slots of removed rows.
+    """Return the old index of each row that stays, where the last such rows move into the slots of removed rows.
 
     Args:
         is_removed: [N] bool.

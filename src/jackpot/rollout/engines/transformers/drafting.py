@@ -29,8 +29,8 @@ from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRu
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer
 from jackpot.rollout.engines.transformers.static_decoding import layer_masks, masked_forward
 
-_FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # drafts of a row at first and at most, where their number follows acceptance
-_MAX_PROBS = 2**26  # most numbers in the distributions [.., V] that are verified at once
+_FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # with `tokens: auto`, number of drafts of a row in its first step, and in any
+_MAX_PROBS = 2**26  # largest number of probabilities, V for each draft, that are verified at once
 
 
 class RaggedRunner:
@@ -59,8 +59,8 @@ class RaggedRunner:
         """Run tokens and return the hidden states that predict the next tokens, [N, T, H].
 
         Args:
-            tokens: [N, T].
-            positions: [N, T], on the CPU.
+            tokens: [N, T] token ids.
+            positions: [N, T], position of each token in its row, on the CPU.
         """
         length, positions = int(positions.max()) + 1, upload(positions, tokens.device)
         for layer in self._layers:
@@ -90,7 +90,7 @@ class DraftedBatch(DecodingBatch):
             draft: model that proposes tokens. `decodes_statically` must hold for this model and for the one that
                 verifies.
             settings: how many tokens are drafted, and how drafts are accepted.
-            counts: the counts of this batch's drafts are added to it.
+            counts: counts to which those of this batch are added.
         """
         super().__init__(*arguments)
         self._draft_model, self._lam = draft, settings.lam
@@ -102,9 +102,10 @@ class DraftedBatch(DecodingBatch):
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
 
         def keys(use: str) -> Tensor:
+            """Return the keys, one for each request, of the uniforms for one use."""
             return key_tensor([fold_in(use, request.seed) for request in self._all_requests])
 
-        # [R, 3], keys of the three streams of uniforms
+        # [R, 3], keys of three streams of uniforms: 0 draws drafts, 1 decides on acceptance, 2 draws all other tokens
         self._streams = torch.stack([keys("draft"), keys("accept draft"), keys("token")], dim=1)
         self._is_started = False
 
@@ -121,6 +122,7 @@ class DraftedBatch(DecodingBatch):
 
             if not self._is_started:
                 self._start()
+            # A pass gives one token beyond the accepted drafts, so a row drafts one token less than its limit allows.
             room = self._limits[self._rows] - self._lengths[self._rows] - 1
             drafted = torch.minimum(self._num_drafts[self._rows], room)  # [N]
             records = self._verify(*self._propose(drafted)).cpu()  # the only transfer of a call to the CPU
@@ -166,6 +168,7 @@ class DraftedBatch(DecodingBatch):
         return upload(uniforms(self._streams[self._rows, stream, None], tokens), self._model.device)
 
     def _log_probs(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        """Return the log-probs [..., V] after temperature, top-k and top-p that hidden states [..., H] give."""
         settings = self._settings
         return sampling_log_probs(head_logits(model, hidden), settings.temperature, settings.top_k, settings.top_p)
 
@@ -188,6 +191,7 @@ class DraftedBatch(DecodingBatch):
         drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
 
         for index in range(int(drafted.max())):
+            # The first pass reads two tokens of each row, at positions -1 and 0, and every other pass the newest draft.
             hidden = self._draft(tokens, self._positions(index - (index == 0), index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()
             tokens = sample_tokens(distribution, self._uniforms(0, index, index)[:, 0])[:, None]
@@ -204,7 +208,8 @@ class DraftedBatch(DecodingBatch):
             drafts, probs: as returned by `_propose`.
 
         Returns:
-            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`), and last 1 where the draw is the draft.
+            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`), and then 1 where the draft was accepted
+            and so is the draw, else 0.
         """
         last = drafts.shape[1] - 1
         tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
@@ -226,18 +231,21 @@ class DraftedBatch(DecodingBatch):
         return torch.cat([pack_draw(draw), verdict.accepted[:, None].int()], dim=1)
 
     def _take_verified(self, records: Tensor, drafted: Tensor) -> list[Rollout]:
-        """Store each row's tokens up to the first that is not a draft; return the rollouts of finished rows.
+        """Store each row's accepted drafts and the token after them; return the rollouts of rows that finish.
 
         Args:
             records: as returned by `_verify`, on the CPU.
             drafted: [N], the number of tokens that each row drafted.
         """
+        # A row gets its first `accepted` drafts, all before the first that is rejected, and the token in place of the
+        # next. A stop token among these ends the row earlier.
         rows, positions = self._rows, torch.arange(records.shape[1])
         tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)
         is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (positions <= accepted[:, None])
         has_stop = is_stop.any(dim=1)
         num_new = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N], new tokens of a row
 
+        # All new tokens of all rows in one list: the row and column of each, its draw, and its index in the response.
         row, position = (positions < num_new[:, None]).nonzero(as_tuple=True)
         draws, at = records[row, position, :-1], self._lengths[rows[row]] + position
         if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
@@ -245,6 +253,7 @@ class DraftedBatch(DecodingBatch):
             raise self._no_distribution(int(rows[row[first]]), int(at[first]))
 
         self._records[rows[row], at] = draws
+        # The last two tokens of each row are now in the columns `num_new` - 1 and `num_new` of `newest`.
         newest = torch.cat([self._tail[rows, 1:], tokens], dim=1)
         self._tail[rows] = newest.gather(1, num_new[:, None] - torch.tensor([1, 0]))
         self._lengths[rows] += num_new
@@ -265,7 +274,7 @@ class DraftedBatch(DecodingBatch):
         return finished
 
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
-        """Add one pass of the policy to the counts. Arguments are [N]: drafts, accepted drafts, new tokens of a row."""
+        """Count one pass of the policy, from each row's numbers [N] of drafts, accepted drafts and new tokens."""
         counts, verifies = self._counts, drafted > 0
         counts.tokens += int(num_new.sum())
         counts.passes += len(num_new)

@@ -42,7 +42,7 @@ _SCORE_TOKENS = 16_384  # most tokens in one forward pass of `score`, padding in
 
 
 class TransformersEngine(QueuedEngine):
-    """An engine that decodes with transformers, in batches of requests with equal temperature, filters and top-k lists.
+    """An engine that decodes with transformers, in batches of requests whose `batch_settings` are equal.
 
     Tokens are generated inside `collect` alone, which returns as soon as it has enough rollouts; unfinished rows
     continue at the next call.
@@ -63,10 +63,11 @@ class TransformersEngine(QueuedEngine):
         """Take over a loaded model and prepare it as the settings say.
 
         Args:
-            model: model in the dtype of the settings. The engine owns it from now on: it puts it in eval mode, sets its
-                attention implementation, quantizes its linear layers and overwrites its weights.
-            settings: `max_num_seqs` rows are decoded at once. Their cache holds at most this many times the longest
-                prompt and 1.5 times the longest response so far. Quantization and the FP8 cache hold for `score` too.
+            model: model in the dtype of the settings. The engine owns the model from now on: it sets eval mode and the
+                attention implementation, quantizes linear layers and overwrites weights.
+            settings: up to `max_num_seqs` responses are decoded at once. The KV cache has, for each of them, at most
+                1.5 times the room that the longest prompt and response so far need, or 64 tokens more than they need.
+                Quantization and the FP8 cache hold for `score` too.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
                 finds them.
             drafter: the engine whose model proposes tokens as `settings.draft` says; None: nothing drafts.
@@ -104,14 +105,14 @@ class TransformersEngine(QueuedEngine):
 
         self._events += weights.events
         is_eager = model.device.type == "cpu" if settings.enforce_eager == "auto" else settings.enforce_eager
-        self._capture = None if is_eager else self._make_capture(model)  # None: `DecodingBatch` decodes
+        self._capture = None if is_eager else self._make_capture(model)  # None: `StaticBatch` is not used
 
         self._eos_token_ids = tuple(eos_token_ids)
         self._queue: deque[Request] = deque()
         self._batch: DecodingBatch | None = None
 
     def _make_capture(self, model: PreTrainedModel) -> GraphCapture | None:
-        """Return the object that captures decoding steps; if none can be captured, add an event and return None."""
+        """Return the object that captures decoding steps; if they cannot be captured, add an event and return None."""
         if self._draft is None and decodes_statically(model):
             return GraphCapture(model.device.type, self._events)
 
@@ -141,10 +142,12 @@ class TransformersEngine(QueuedEngine):
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Return log-probs as `Engine.score` says, from forward passes over several rollouts each."""
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         model = self._weights.model
         scores: dict[int, Tensor] = {}
+        # Rollouts of similar length share a forward pass, so that it has little padding.
         by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
 
         for rows in pack(by_length, _SCORE_TOKENS, lambda row: rollout_lengths(rollouts[row])):
@@ -164,7 +167,7 @@ class TransformersEngine(QueuedEngine):
         return digest
 
     def _release(self) -> None:
-        """Release the memory of the weights. On a GPU that memory is then free for other processes (not run)."""
+        """Release the memory of the weights, on a GPU also for other processes (which has not been tried)."""
         self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
@@ -175,7 +178,7 @@ class TransformersEngine(QueuedEngine):
         self._queue.clear()
 
     def _step(self) -> None:
-        """Generate one token in every row of the batch; after an error queue the batch's requests anew."""
+        """Take one decoding step of the batch, made here if there is none; after an error queue its requests again."""
         if self._batch is None:
             self._batch = self._next_batch()
         try:
@@ -190,10 +193,11 @@ class TransformersEngine(QueuedEngine):
     def _next_batch(self) -> DecodingBatch:
         """Make a batch of up to `max_num_seqs` requests from the front of the queue.
 
-        They have equal `batch_settings` and `exact_drafts`.
+        The requests of a batch have equal `batch_settings` and `exact_drafts`.
         """
 
         def shared(request: Request) -> tuple[BatchSettings, bool]:
+            """Return the settings that must be equal within a batch."""
             return batch_settings(request.sampling), request.exact_drafts
 
         (_, is_exact), alike = next(groupby(self._queue, shared))
@@ -209,6 +213,7 @@ class TransformersEngine(QueuedEngine):
             make = partial(StaticBatch, capture=self._capture)
 
         batch = make(self._weights.model, requests, self._eos_token_ids, max_model_len, self._version)
+        # The requests leave the queue only now, so that they are not lost if the batch cannot be made.
         for _ in requests:
             self._queue.popleft()
         return batch

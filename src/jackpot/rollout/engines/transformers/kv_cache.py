@@ -1,7 +1,7 @@
 """The KV cache of a decoding batch, whose keys and values are written in place.
 
-Transformers' own `DynamicCache` copies everything that is cached at every step and whenever a row ends. Here a step
-writes only the keys and values of its tokens, and a row that ends costs one row copied into its slot.
+Transformers' own `DynamicCache` copies all keys and values at every step and whenever a row ends. Here a step writes
+only the keys and values of its tokens, and when a row ends one other row is copied into its slot.
 
 Shapes: `N` rows, `S` cached tokens of each row, `D` size of a head.
 """
@@ -18,7 +18,7 @@ _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
 
 
 def grown_length(length: int, max_length: int) -> int:
-    """Return how many tokens of a row a full cache of `length` tokens gets room for when it grows."""
+    """Return how many tokens of a row a cache has room for after it grows; before, it has `length`, all in use."""
     return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 
@@ -34,11 +34,11 @@ class BatchKVLayer(DynamicLayer):
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
-        self._max_length = max_length  # most tokens of a row
-        self._length, self._rows = 0, 0  # tokens of a row, and rows, that the buffers hold
+        self._max_length = max_length  # largest number of tokens of a row
+        self._length, self._rows = 0, 0  # numbers of tokens of a row and of rows that are in use in the buffers
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append new keys and values, [N, heads, 1, D]; return the layer's, as views that the next call changes."""
+        """Append keys and values [N, heads, T, D]; return all of the layer, as views that the next call changes."""
         start, self._length = self._length, self._length + key_states.shape[-2]
         if not self.is_initialized:
             self.keys, self.values = key_states, value_states  # one row per unique prompt, until `reorder_cache`
@@ -98,7 +98,7 @@ class BatchKVCache(Cache):
         self.sliding_window = sliding_window  # smallest window of all layers, tokens; None where no layer has one
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder all layers. Moved rows are found once for all of them, since that waits for the device."""
+        """Reorder all layers; the rows that move are found once for all layers, since that waits for the device."""
         moved = _moved_rows(beam_idx)
         for layer in self.layers:
             layer.reorder_cache(beam_idx, moved)
@@ -107,7 +107,7 @@ class BatchKVCache(Cache):
 class RaggedKVLayer(BatchKVLayer):
     """The keys and values of rows of different lengths in one layer, each token in the column of its position.
 
-    Columns behind the last token of a row hold older numbers or 0; a mask hides them.
+    Columns behind the last token of a row hold rejected tokens or 0; a mask hides these columns.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, max_length: int) -> None:
@@ -121,7 +121,7 @@ class RaggedKVLayer(BatchKVLayer):
         """Set the columns that the next call of `update` writes.
 
         Args:
-            columns: [N, T] int64.
+            columns: [N, T] int64, the column of each new token of each row.
             length: number of columns that attention reads from now on; at least 1 + the last column of any row.
         """
         if length > self.keys.shape[2]:
@@ -159,4 +159,5 @@ def reorder_rows(cache: BatchKVCache | DynamicCache, order: Tensor) -> None:
 
 
 def _moved_rows(order: Tensor) -> Tensor:
+    """Return the indices i with `order[i] != i`."""
     return (order != torch.arange(len(order), device=order.device)).nonzero()[:, 0]

@@ -1,9 +1,9 @@
 """Decode a batch with fixed shapes, so that a GPU replays a step as a CUDA graph, and the CPU waits once in 8 steps.
 
-All that a step reads and writes stays at its address: tokens, the column of the cache, keys and values, the newest
-draws. Attention reads all columns that there is room for, and a mask hides columns that are not written yet. A finished
-row is computed on, and ignored, until half of the rows have finished; then, or when the cache is full, the unfinished
-rows move to new memory and the step is captured again. On a CPU the step runs without a graph.
+All tensors that a step reads and writes stay at their addresses: tokens, the column of the cache, keys and values, the
+newest draws. Attention reads all columns of the cache, and a mask hides those that are not written yet. Steps go on to
+compute a finished row, whose tokens are ignored, until half of the rows have finished; then, or when the cache is full,
+the unfinished rows move to new memory and the step is captured again. On a CPU the step runs without a graph.
 
 Status: experimental. It has run on one H200, at twelve times the time that reading weights and cache takes.
 
@@ -28,8 +28,8 @@ from jackpot.rollout.engines.transformers.attention import GROUPED, grouped_atte
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, pack_draw, threads_for
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer, grown_length
 
-STEPS = 8  # tokens of a row between two waits for the device
-_FEW_ROWS = 8  # batches of so few rows stay as they are: reading the weights takes most of the step's time
+STEPS = 8  # number of decoding steps between two waits for the device
+_FEW_ROWS = 8  # finished rows stay in batches of so few rows, where reading the weights takes most of a step's time
 STATIC = "jackpot_static"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
 
 Step = Callable[[], None]
@@ -44,7 +44,7 @@ def static_attention(
     static_masks: list[Tensor],
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `grouped_attention` with the layer's mask.
+    """Compute `grouped_attention` with that one of `static_masks` which belongs to the module's layer.
 
     Args:
         query, key, value: as in `grouped_attention`.
@@ -61,12 +61,13 @@ AttentionInterface.register(STATIC, static_attention)
 def layer_masks(
     first: Tensor, last: Tensor, columns: int, windows: list[int | None], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return for each layer what attention adds to its scores, [N, 1, T, S]: 0, or -inf for keys outside its window.
+    """Return for each layer the mask that attention adds to its scores, [N, 1, T, S]: 0, or -inf for hidden keys.
 
     Args:
         first, last: first and last column whose key a query sees, [N or 1, T or 1].
-        columns: S.
-        windows: window of each layer, from `layer_windows`; layers with equal windows share one tensor.
+        columns: S, the number of columns.
+        windows: sliding window of each layer, from `layer_windows`, which hides keys too; layers with equal windows
+            share one tensor.
     """
     positions, last = torch.arange(columns, device=last.device), last[..., None]
     hidden = (positions < first[..., None]) | (positions > last)
@@ -102,10 +103,10 @@ def decodes_statically(model: PreTrainedModel) -> bool:
 def decoding_event(
     shapes: Literal["static", "growing"], cuda_graphs: bool, obstacle: str | None = None
 ) -> dict[str, Any]:
-    """Return the event that reports how an engine decodes.
+    """Return the event that reports how an engine decodes: with fixed shapes, and with CUDA graphs.
 
     Args:
-        obstacle: why the engine does not decode in a faster way; None: it does.
+        obstacle: why the engine does not decode with fixed shapes and CUDA graphs; None: no reason is given.
     """
     event = {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs}
     return event | ({"why": obstacle} if obstacle else {})
@@ -136,7 +137,7 @@ class GraphCapture:
         pool = None
         try:
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-            stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture would leave another set
+            stream = torch.cuda.stream(torch.cuda.current_stream())  # else a failed capture changes it
             with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 step()
 
@@ -151,21 +152,21 @@ class GraphCapture:
 
 
 class StaticKVLayer(RaggedKVLayer):
-    """The keys and values of one layer, [N, heads, S, D], of which a step writes one column."""
+    """The keys and values of one layer, [N, heads, S, D], in which a step writes the column that a tensor holds."""
 
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
         super().__init__(keys, values, max_length=keys.shape[2])
         self._column = column
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [N, heads, 1, D], to the column of this step; return all columns."""
+        """Write new keys and values, [N, heads, 1, D], to the column of this step; return those of all columns."""
         self.keys.index_copy_(2, self._column, key_states)
         self.values.index_copy_(2, self._column, value_states)
         return self.keys, self.values
 
 
 class StaticBatch(DecodingBatch):
-    """A `DecodingBatch` of fixed shapes, which generates up to `STEPS` tokens a call from the second token on."""
+    """A `DecodingBatch` of fixed shapes; after each row's first token, `step` generates up to `STEPS` tokens a call."""
 
     def __init__(self, *arguments: Any, capture: GraphCapture) -> None:
         """Make a batch from the arguments of a `DecodingBatch`; `decodes_statically` must hold for the model."""
@@ -184,6 +185,7 @@ class StaticBatch(DecodingBatch):
         unfinished = len(self._rows)
         if not self._is_started:
             self._start()
+        # Get more room if the cache is full, or drop finished rows where at least half of the rows have finished.
         elif self._length == self._room or _FEW_ROWS < len(self._last_tokens) >= 2 * unfinished:
             self._move()
 
@@ -206,7 +208,7 @@ class StaticBatch(DecodingBatch):
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []
         except BaseException:
-            self._rows = rows  # so that `requests` has all of them, to be generated once more
+            self._rows = rows  # so that `requests` has all rows of this call, which are generated once more
             raise
         return finished
 
@@ -217,7 +219,7 @@ class StaticBatch(DecodingBatch):
             self._slots = self._slots[order]
 
     def _start(self) -> None:
-        """Take over the cache of the prompts, and make the tensors that all steps share."""
+        """Take over the KV cache with the prompts, and make the tensors that all steps read and write."""
         runner, cache = self._runner, self._runner.cache
         assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
         self._cache, self._max_length = cache, runner.max_length
@@ -251,18 +253,19 @@ class StaticBatch(DecodingBatch):
 
     def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
         """Return the rows `order` of keys or values, [N, heads, S, D], in new memory for `room` columns."""
-        buffer = states.new_zeros(len(order), states.shape[1], room, states.shape[3])  # unwritten ones must be finite
+        buffer = states.new_zeros(len(order), states.shape[1], room, states.shape[3])  # hidden columns must be finite
         buffer[:, :, : self._length] = states[:, :, : self._length].index_select(0, order)
         return buffer
 
     def _advance(self) -> None:
-        """Generate one token in every row; all is read and written in place, and nothing waits for the device."""
+        """Generate one token in every row; read and write in place and never wait for the device, as captures need."""
         column, model = self._column, self._model
         positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the context's end
 
         masks = layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype)
         states = masked_forward(model, self._last_tokens[:, None], positions[:, None], self._cache, masks)
 
+        # The token that is drawn has the index column + 1 - prompt length in its response.
         random = uniforms(self._keys, column + (1 - self._prompt_length))
         draw = draw_tokens(head_logits(model, states[:, -1]), random, **self._settings._asdict())
         self._last_tokens.copy_(draw.tokens)

@@ -21,7 +21,7 @@ from jackpot.rollout.engines.checks import check_weights
 class ModelWeights:
     """A model's weights, which can be replaced under the original parameter names, also where layers are quantized.
 
-    A tied weight is loaded once.
+    A tied weight is sent and loaded under one of its names only.
     """
 
     def __init__(self, model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
@@ -66,10 +66,10 @@ class ModelWeights:
             self._buffers = {name: layer.codes for name, layer in self._quantized.items()}
             self._buffers |= {name + suffix: layer.scales for name, layer in self._quantized.items()}
         self._parameters = dict(model.named_parameters())
-        self._released: dict[str, torch.Size] = {}  # shapes of what `release` freed
+        self._released: dict[str, torch.Size] = {}  # shapes of the tensors that `release` has emptied
 
     def release(self) -> None:
-        """Free the memory of all weights until the next `load`; layers keep their parameters and buffers, emptied."""
+        """Free the memory of all weights until the next `load`; parameters and buffers stay, as empty tensors."""
         tensors = self._parameters | self._buffers
         self._released = {name: tensor.shape for name, tensor in tensors.items()}
         for tensor in tensors.values():
@@ -80,8 +80,8 @@ class ModelWeights:
         """Replace all weights, and return the digest of the weights as loaded.
 
         Nothing is written before all tensors are checked, so an error leaves the model as it was. Weights are cast to
-        `dtype` first, and the digest is taken before quantization. Codes and scales are loaded as they came, and the
-        digest is that of codes and scales.
+        `dtype`, and the digest is that of the cast weights, before quantization. If codes and scales are sent instead,
+        they are loaded unchanged, and the digest is that of codes and scales.
 
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
@@ -95,6 +95,7 @@ class ModelWeights:
             tensors[name].data = tensors[name].new_empty(shape)
         self._released = {}
 
+        # Tensors that are copied into the tensor of the same name; the others are weights to quantize.
         targets = tensors if as_codes else self._parameters
         digest = WeightsDigest(None if as_codes else self.dtype)
 

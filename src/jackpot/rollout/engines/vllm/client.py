@@ -22,7 +22,7 @@ class VLLMClient(HTTPClient):
     missing_route_advice = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, and with vLLM 0.32 or later"
 
     async def model_name(self) -> str:
-        """Return the model name that completions have to give."""
+        """Return the name of the model, which every request for a completion must give."""
         return await self._call(
             "GET",
             "/v1/models",
@@ -31,7 +31,7 @@ class VLLMClient(HTTPClient):
         )
 
     async def vllm_config(self) -> dict[str, Any]:
-        """Return vLLM's whole configuration."""
+        """Return the whole configuration of the server's vLLM, by section."""
         return await self._call("GET", "/server_info?config_format=json", parse=lambda body: dict(body["vllm_config"]))
 
     async def model_inspection(self) -> str:

@@ -56,10 +56,9 @@ def draft_arguments(num_drafts: int, folder: str, max_num_seqs: int, max_model_l
 
 
 def repair_sampling(worker: Any) -> None:
-    """Repair how vLLM's first model runner samples: drafts by their request's generator, draftless steps as usual.
+    """Have vLLM draw each draft with the random generator of its request, and repair steps without drafts.
 
-    Drafts are then drawn with the random generator of their request. A step without drafts samples as vLLM does without
-    a draft model.
+    A step without drafts then samples as vLLM does without a draft model. Without a draft model nothing changes.
 
     Args:
         worker: vLLM's worker, with the first model runner; the second is not supported.
@@ -71,13 +70,14 @@ def repair_sampling(worker: Any) -> None:
     sample = runner._sample
 
     def sample_step(logits: Tensor, drafts: Any) -> Any:
+        """Sample a step's tokens as vLLM does, and if no request has drafts, as without a draft model."""
         return sample(logits, drafts if any(drafts.num_draft_tokens) else None)
 
     runner._sample = sample_step
 
 
 def _draw_drafts(logits: Tensor, sampling: Any) -> tuple[Tensor, Tensor]:
-    """Draw drafts, and return them [N] with their distributions [N, V]; replaces vLLM's `_sample_from_logits`.
+    """Draw N drafts; return their token ids [N] and distributions [N, V]. Replaces vLLM's `_sample_from_logits`.
 
     Args:
         logits: [N, V], overwritten.
@@ -85,7 +85,7 @@ def _draw_drafts(logits: Tensor, sampling: Any) -> tuple[Tensor, Tensor]:
     """
     probs = logits.div_(sampling.temperature[:, None]).softmax(dim=-1, dtype=torch.float32)
 
-    # The token whose probability divided by exponential noise is largest is a draw from the distribution.
+    # Divide each probability by exponential noise: the token with the largest quotient is a draw from the distribution.
     noise = torch.ones_like(probs)
     for row, generator in sampling.generators.items():
         noise[row].exponential_(generator=generator)
@@ -115,11 +115,11 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
 
     Args:
         prompt_length, response_length: numbers of tokens.
-        metrics: vLLM's `RequestSpecDecodeMetrics` of the response, which counts the policy's passes after the prompt's.
-            Each of these verifies drafts.
+        metrics: vLLM's `RequestSpecDecodeMetrics` of the response, with the drafts of each pass of the policy after
+            that over the prompt; every such pass verifies drafts.
     """
     accepted, drafted = metrics.per_step_accepted, metrics.per_step_drafted
-    num_drafts = metrics.num_spec_tokens  # most drafts in a step
+    num_drafts = metrics.num_spec_tokens  # largest number of drafts in a step
 
     return DraftCounts(
         tokens=response_length,

@@ -2,11 +2,11 @@
 
 Two threads take part (see `background.py`):
 
-- vLLM's thread owns vLLM. It consumes posted calls (new requests, weights, sleep) and takes vLLM's steps between them.
-  It waits for calls only while vLLM has no unfinished request. It produces rollouts through `_complete`; results of
-  calls and log-probs for `score` are futures.
+- vLLM's thread owns vLLM. It does posted calls (new requests, weights, sleep) and has vLLM take steps between them. It
+  waits for calls only while vLLM has no unfinished request. It hands rollouts over by `_complete`; results of calls and
+  log-probs for `score` are futures.
 - The caller's thread posts those calls. It waits in `score`, `update_weights` and `sleep` for futures, and in `collect`
-  for rollouts; it is unblocked by the result, or by the failure of vLLM's thread.
+  for rollouts, until the result comes or vLLM's thread fails.
 
 Status: experimental. Tested with vLLM 0.32 on a CPU; not yet run on a GPU.
 """
@@ -61,7 +61,7 @@ _CPU_CACHE_BYTES = 2**30  # size of the KV cache on a CPU if `kv_cache_memory_by
 class VLLMEngine(ThreadEngine):
     """An engine that decodes with vLLM in this process; vLLM owns a copy of the model.
 
-    Its one event is `quantized`, where the settings quantize.
+    The only event of this engine is `quantized`, where the settings quantize.
     """
 
     def __init__(
@@ -149,6 +149,7 @@ class VLLMEngine(ThreadEngine):
         futures: list[Future[list[float]]] = [Future() for _ in requests]
 
         def add_all() -> None:
+            """Give vLLM all requests, each with a handler that sets its future."""
             for (_, request), future in zip(requests, futures, strict=True):
                 handler = _log_prob_handler(request.num_prompt_log_probs, future)
                 self._add(request.prompt, log_prob_params(request), handler)
@@ -178,6 +179,7 @@ class VLLMEngine(ThreadEngine):
         return digest
 
     def _synchronize(self) -> None:
+        """Wait until the GPU, if there is one, has done the work of all streams."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -195,7 +197,7 @@ class VLLMEngine(ThreadEngine):
         """Release the memory of weights and cache."""
         self._call(lambda: self._llm.sleep(level=2))  # level 2 drops the weights, which are replaced at wake-up
 
-    # On vLLM's thread
+    # Methods that run on vLLM's thread
 
     @property
     def _is_busy(self) -> bool:
@@ -287,7 +289,8 @@ class VLLMEngine(ThreadEngine):
         """Give vLLM requests for responses, and collect their log-probs in place of vLLM's own processor.
 
         Args:
-            num_threads: number of torch's threads that the learner uses, since torch keeps it for each thread.
+            num_threads: number of threads with which torch computes for the learner. vLLM's thread sets the same
+                number, because torch has such a number for each thread.
         """
         torch.set_num_threads(num_threads)
         for request in requests:
@@ -316,6 +319,7 @@ class VLLMEngine(ThreadEngine):
         """Return a function that completes the request from vLLM's output and the log-probs collected in `top`."""
 
         def handle(output: Any) -> None:
+            """Make the rollout of vLLM's finished output, and hand it over with the counts of its drafts."""
             response = output.outputs[0]
             ids, log_probs = top.arrays(len(response.token_ids), 1 + request.sampling.num_top_log_probs)
             rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
@@ -359,6 +363,7 @@ class VLLMEngine(ThreadEngine):
         return digest.hexdigest()
 
     def _cast(self, weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the engine's dtype."""
         return ((name, tensor.to(self._dtype)) for name, tensor in weights)
 
     def _forget_states(self) -> None:
@@ -370,7 +375,7 @@ class VLLMEngine(ThreadEngine):
 def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
     """Raise ConfigError for settings that vLLM does not support on the learner's kind of device.
 
-    Refused are some settings on a CPU, and drafts on vLLM's second model runner.
+    Some settings are refused on a CPU, and drafts with vLLM's second model runner on every device.
     """
     if settings.draft and os.environ.get(SECOND_RUNNER, "0") != "0":
         raise ConfigError(
@@ -439,6 +444,7 @@ def _log_prob_handler(num_prompt_log_probs: int, future: Future) -> Callable[[An
     """
 
     def handle(output: Any) -> None:
+        """Set the future to the log-probs in vLLM's finished output."""
         of_prompt = output.prompt_logprobs.logprobs[-num_prompt_log_probs:] if num_prompt_log_probs else []
         # Entry 0 belongs to the sampled token, entry 1 to the request's token.
         future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])

@@ -26,8 +26,8 @@ from jackpot.core.package import install
 from jackpot.rollout.engines.vllm.drafts import expand
 
 _LOAD_FORMAT = "jackpot"  # vLLM's name of the loader that takes weights from this process
-SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # selects vLLM's second model runner, unless "0"
+_MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"  # "0": vLLM's engine runs in the process that makes it
 _ENVIRONMENT = {  # defaults of environment variables that the user has not set
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
     "VLLM_NO_USAGE_STATS": "1",
@@ -39,7 +39,7 @@ _ENVIRONMENT = {  # defaults of environment variables that the user has not set
 def import_vllm(compiles: bool) -> SimpleNamespace:
     """Import vLLM, repair vLLM's kernels for CPUs, and return the classes and functions of vLLM that an engine uses.
 
-    Beside these, the result has the attribute `has_gpu`: whether the installed vLLM is for GPUs.
+    The result has them as attributes, and the attribute `has_gpu`: whether the installed vLLM is for GPUs.
 
     Args:
         compiles: False disables torch.compile on this thread for good, and on no other thread. vLLM compiles at the
@@ -109,7 +109,7 @@ def in_one_process() -> Iterator[None]:
 
 @contextmanager
 def keep_process_groups() -> Iterator[None]:
-    """Have a vLLM engine that ends inside the `with` block leave alone what other engines of the process use.
+    """Have a vLLM engine that ends inside the `with` block keep resources that other engines of the process use.
 
     Otherwise the end of an engine destroys vLLM's process groups and frees the scratch memory of kernels.
     """
@@ -127,16 +127,19 @@ def keep_process_groups() -> Iterator[None]:
 
 
 def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the load format with which vLLM takes these weights instead of those in the model's folder."""
+    """Return the value of `load_format` with which vLLM loads `weights` instead of those in the model's folder."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     @register_model_loader(_LOAD_FORMAT)
     class GivenWeightsLoader(BaseModelLoader):
+        """A loader of vLLM that takes the tensors `weights` of this process."""
+
         def download_model(self, model_config: Any) -> None:
             """Do nothing: the weights are in this process."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
+            """Load `weights` into vLLM's model."""
             model.load_weights(iter(weights))
 
     return _LOAD_FORMAT
@@ -156,7 +159,7 @@ def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied output layer again, because on a CPU `reload_weights` does not update vLLM's packed copy."""
+    """Pack a tied output layer again, because on a CPU `reload_weights` leaves vLLM's packed copy as it was."""
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
@@ -170,6 +173,7 @@ def mask_rows(rows: int, model: Any) -> None:
     compute = model.compute_logits
 
     def masked(*arguments: Any, **named: Any) -> Tensor | None:
+        """Compute logits [..., V] as the model does, with -inf from id `rows` on; None where the model has none."""
         if (logits := compute(*arguments, **named)) is not None:
             logits[..., rows:] = -torch.inf
         return logits
@@ -190,5 +194,6 @@ def keep_scales(model: torch.nn.Module) -> None:
 
 
 def _pack_and_keep(kernel: Any, layer: torch.nn.Module) -> None:
+    """Pack a layer's INT8 weights as vLLM does, and keep a reference to the scales that oneDNN reads."""
     type(kernel).process_weights_after_loading(kernel, layer)
     kernel.first_scale = layer.weight_scale  # a reference that keeps the tensor alive

@@ -1,4 +1,4 @@
-"""Translation between requests and rollouts of this project and vLLM's, in process and over HTTP. Needs no vLLM.
+"""Translation of requests to vLLM's, and of vLLM's answers to rollouts, in process and over HTTP. Needs no vLLM.
 
 Every sampling parameter is sent, so that no default of a server or of a generation_config.json applies. Log-probs must
 be vLLM's processed ones: after temperature, top-p and top-k.
@@ -66,7 +66,7 @@ def to_sampling_params(request: Request, eos_token_ids: Sequence[int], max_model
 
 
 def log_prob_params(request: LogProbRequest) -> dict[str, Any]:
-    """Return the keywords of vLLM's sampling parameters for a request for log-probs."""
+    """Return the keywords of vLLM's sampling parameters for a request for log-probs, which samples one token."""
     return {
         **NEUTRAL,
         **({"prompt_logprobs": 0} if request.num_prompt_log_probs else {}),
@@ -82,8 +82,9 @@ def log_prob_params(request: LogProbRequest) -> dict[str, Any]:
 
 # The completions API
 
-_PREFIX = "token_id:"
-MINUS_INFINITY = -9999.0  # as vLLM writes it in JSON
+_PREFIX = "token_id:"  # stands before a token id where vLLM names a token
+MINUS_INFINITY = -9999.0  # log-prob that stands for minus infinity in vLLM's JSON
+# Parameters of every call: tokens come back as ids, and a completion in one piece.
 _COMMON = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stream": False}
 
 
@@ -126,7 +127,7 @@ def parse_answer(
 
 
 def choice_rows(choice: Mapping[str, Any], num_top: int, uid: str) -> list[list[tuple[int, float]]]:
-    """Return a row for each token of a completion, as `log_prob_row` makes it.
+    """Return, for each token of a completion, the token and its top tokens with log-probs, as `log_prob_row` does.
 
     Args:
         choice: JSON of a choice, asked for with `return_token_ids` and `return_tokens_as_token_ids`.
@@ -165,16 +166,17 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
 
 
 def _only_choice(answer: Any, prompt: Sequence[int], uid: str) -> Any:
-    """Return the one choice of a completion, once `check_answer` has accepted it."""
+    """Return the only choice of a completion, once `check_answer` has accepted the completion."""
     [choice] = answer["choices"]
     check_answer(choice["finish_reason"], choice["prompt_token_ids"], prompt, uid)
     return choice
 
 
 def _log_prob(value: Any) -> float:
+    """Return a log-prob of vLLM's JSON, where `MINUS_INFINITY` becomes minus infinity."""
     return checked_log_prob(value, MINUS_INFINITY)
 
 
 def _by_id(top: Mapping[str, Any]) -> dict[int, float]:
-    """Return the top log-probs of a token by id, with the sampled token's where vLLM added it to the top ones."""
+    """Return the log-probs of one position's top tokens by token id; vLLM may have added the sampled token."""
     return {int(name.removeprefix(_PREFIX)): _log_prob(value) for name, value in top.items()}

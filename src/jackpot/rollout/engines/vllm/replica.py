@@ -1,4 +1,4 @@
-"""One vLLM server: its facts, its completions, and how it loads weights."""
+"""The engine's side of one vLLM server: reading the server's settings, completions, and loading weights."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,10 @@ class VLLMReplica(Replica):
         """
         super().__init__(url, client, version_prefix, capacity)
         self._expected = expected
-        self._model_name = ""  # name that completions have to give
+        self._model_name = ""  # name of the server's model, which every request for a completion gives
 
     async def _read_facts(self) -> VLLMServerInfo:
+        """Ask the server for its model's name, settings, sizes and parameters, check them, and return them."""
         client = self._client
         self._model_name = await client.model_name()
         vllm_config = await client.vllm_config()

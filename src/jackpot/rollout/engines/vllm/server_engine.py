@@ -1,4 +1,4 @@
-"""The engine of vLLM servers that the user has started; `servers/engine.py` has what SGLang's engine shares with it.
+"""The engine of vLLM servers that the user has started; it shares `servers/engine.py` with the engine of SGLang.
 
 Status: experimental. Tested with vLLM 0.32 on CPUs; not yet run on a GPU.
 """

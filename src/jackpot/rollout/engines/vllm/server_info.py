@@ -14,7 +14,7 @@ from jackpot.rollout.engines.servers.replica import ServerInfo
 from jackpot.rollout.engines.servers.weight_sync import unknown_norms, without_rank
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_FP8_NAMES = ("fp8", "fp8_e4m3")
+_FP8_NAMES = ("fp8", "fp8_e4m3")  # vLLM's dtypes of an FP8 cache
 _HEAD = "lm_head.weight"  # vLLM's name of the output layer's weight
 
 
@@ -46,7 +46,7 @@ class ExpectedModel:
 
 
 def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums: Mapping[str, str]) -> VLLMServerInfo:
-    """Return the facts in three reports of a server.
+    """Return what a server reports about its model and limits, from three of its answers.
 
     Args:
         vllm_config, inspection, checksums: results of `VLLMClient.vllm_config`, `.model_inspection`, `.checksums`.
@@ -79,7 +79,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
 
 
 def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool) -> dict[str, int]:
-    """Return the sizes in PyTorch's print of the modules of the first rank.
+    """Read the model's sizes from the text in which PyTorch prints the modules of the first rank.
 
     Args:
         tensor_parallel: number of ranks among which heads and features are split.
@@ -157,7 +157,7 @@ def _check_cpu_limits(info: VLLMServerInfo, url: str) -> None:
     if info.device != "cpu":
         return
 
-    has_output_layer = any(name.endswith(_HEAD) for name in info.parameters)  # False: it is the input embedding
+    has_output_layer = any(name.endswith(_HEAD) for name in info.parameters)  # False: tied to the embedding
     if not has_output_layer:
         raise EngineError(
             f"{url} runs on a CPU with tied embeddings, where vLLM keeps the first output layer forever. "

@@ -1,4 +1,4 @@
-"""The format in which vLLM gets weights, where it computes with quantized ones. Needs no vLLM.
+"""The format in which vLLM gets weights where it computes with quantized weights. Needs no vLLM.
 
 Weights are sent as codes and scales of this project's quantizer, under the names of a checkpoint format that vLLM
 loads, so vLLM never quantizes weights itself, neither at the start nor at an update. INT8 weights with unquantized
@@ -19,6 +19,7 @@ from jackpot.rollout.engines.base import quantized_event
 from jackpot.rollout.engines.servers.weight_sync import Format
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+# By quantization, the entry `quantization_config` that a checkpoint's config.json has for such weights in vLLM.
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "int8_w8a8": {
         "quant_method": "compressed-tensors",
@@ -104,7 +105,7 @@ class WeightFormat(Format):
         return None if self.quantization_config is None else self.quantization_config["quant_method"]
 
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that vLLM gets for weights in the engine's dtype."""
+        """Yield the tensors that vLLM gets for weights in the engine's dtype: plain, rounded, or codes and scales."""
         if self.quantization is None:
             yield from named_tensors
         elif self.quantization_config:

@@ -8,18 +8,19 @@ from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
 from jackpot.rollout.rewards.verifier.latex import has_prose, normalize, without_text_marks
 from jackpot.rollout.rewards.verifier.numbers import parse_quantity
 
-_REFERENCE = re.compile(
+_REFERENCE = re.compile(  # `(B)` or `\text{(B)}`, perhaps with the option's text behind it
     r"(\\(?:text|textbf|textrm|mathrm|mathbf)\{ ?)?\((?P<letter>[A-Z])\)"
     r"(?(1)\s*\}\s*(?P<option>.*)|(?:\s+(?P<bare_option>\S.*))?)",
     re.DOTALL,
 )
 _NO_OPTION = re.compile(r"[=^_*/<>]|[-+]\s|\\(?:cup|cap|times|cdot|in|subset|le|ge|to)")  # the text continues a formula
-_GIVEN = re.compile(
+_GIVEN = re.compile(  # the letter at the start of an answer, such as `B`, `(B)`, `B.` or `the answer is B`
     r"(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:? ?)?"
     r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|$)) ?[.:)]? ?",
     re.IGNORECASE,
 )
 _LEADING_TEXT = re.compile(r"\\text\{ ?([^{}]*)\}")
+# What follows a letter where the answer is not simply that option: a formula, a denial, or another option's letter.
 _NOT_ITS_TEXT = re.compile(
     r"[+*/^_=<>]|[A-Z]$|(?:is|was) (?:wrong|incorrect|false|not)\b"
     r"|.*?(?:\([A-Z]\)|(?<![A-Za-z\\])[A-Z][.:)]|(?:\b(?:or|and)|[,;/&]) ?[A-Z](?![A-Za-z])"
@@ -56,7 +57,7 @@ def parse_choice(reference: str) -> Choice | None:
 
 
 def letter_choice(text: str) -> str | None:
-    """Return the reference, `(B)`, for a text that names a letter, such as `B`, `b`, `(B)` or `B. 142`, else None."""
+    """Return the reference, such as `(B)`, for a text that names a letter (`B`, `b`, `(B)`, `B. 142`), else None."""
     letter, option = _given(text.strip())
     return text if parse_choice(text) else choice(letter, option) if letter else None
 
@@ -73,6 +74,7 @@ def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool
         compare: compares two normalized texts that are no choices.
     """
     letter, option = _given(answer)
+    # Without a capital letter at its start, the answer is another spelling of the letter, or the option's text.
     if not letter.isupper():
         return compare(answer, f"({reference.letter})") or _is_option(answer, reference.option, compare)
     if letter != reference.letter or not option:
@@ -81,14 +83,14 @@ def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool
 
 
 def _given(text: str) -> tuple[str, str]:
-    """Split a text into the letter of a choice that it begins with, empty where it begins with none, and the rest."""
+    """Split a text into the letter of an option at its start, empty if there is none, and the rest of the text."""
     bare = _LEADING_TEXT.sub(r"\1", text, count=1) if text.startswith(r"\text") else text
     match = _GIVEN.match(bare)
     return (match[1] or match[2], bare[match.end() :].strip()) if match else ("", text)
 
 
 def _is_option(answer: str, option: str, compare: Callable[[str, str], bool]) -> bool:
-    """Return whether an answer is the text of an option: the same prose, or equal mathematics."""
+    """Return whether an answer is the text of an option, as prose or mathematics; False if the option has no text."""
     mine, theirs = (without_text_marks(text).strip(" .").lower() for text in (answer, option))
     if not option or mine == theirs:
         return option != ""

@@ -4,7 +4,7 @@ Both sides are normalized (`latex.py`) and then compared by the form of the *ref
 
 | the reference is | the answer must be |
 |---|---|
-| spelled like the answer | |
+| spelled like the answer | (this is always right) |
 | a number (`numbers.py`) | an equal number, exactly, and no other unit; or an expression of that value |
 | a number in a base, `12_5` (2 to 36, with a digit) | the same digits, in that base if it names one |
 | words, a letter, `\text{Evelyn}`, `C` | the same; case counts in letters and where all are capitals |
@@ -32,7 +32,7 @@ _BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([1
 _BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # 1_2, but not \int^1_0
 _SUM_WITH_E = re.compile(r"\de ?[-+] ?\d")
 _OPTION = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")  # the letter in \text{(B) }142
-_OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # denotes more than one value
+_OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # stands for several values
 _WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
@@ -55,6 +55,7 @@ def compare_without_algebra(answer: str, reference: str) -> bool | None:
 
 
 def _undecided(answer: str, reference: str) -> bool:
+    """Raise `_Undecided`, in place of comparing two expressions by algebra."""
     raise _Undecided
 
 
@@ -74,16 +75,17 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
         if (reference_choice := parse_choice(reference)) is not None:
             return is_choice(normalize(answer), reference_choice, partial(_compare, algebra=algebra))
         if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
-            return True  # 2e-3 and 2e - 3, which may be meant alike
+            return True  # 2e-3 and 2e - 3: normalized they differ, but both may mean the sum
         return _compare(_OPTION.sub("", normalize(answer), count=1), normalize(reference), algebra)
     except RecursionError:  # brackets nested some hundred times
         return False
 
 
 def is_readable(reference: str) -> bool:
-    r"""Return whether an answer of other text can equal the reference, because the verifier understands the reference.
+    r"""Return whether the verifier understands a reference, so that an answer in another spelling can equal it.
 
-    False for remains of a wrapping (`\boxed{5}`, `['5']`, `#### 5`), unbalanced braces, `5 apples` and sentences.
+    It does not understand remains of a wrapping (`\boxed{5}`, `['5']`, `#### 5`), unbalanced braces, `5 apples` and
+    sentences.
     """
     text = normalize(reference)
     if text == "" or _WRAPPING.search(reference) or text.count("{") != text.count("}"):
@@ -104,13 +106,14 @@ def is_readable(reference: str) -> bool:
 
 def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     """Compare two normalized texts, or members of structures, by the form of the reference."""
-    mine, theirs = _name(answer), _name(reference)
-    if mine != theirs and _RELATION.search(answer) and _RELATION.search(reference):
+    answer_name, reference_name = _name(answer), _name(reference)
+    if answer_name != reference_name and _RELATION.search(answer) and _RELATION.search(reference):
         return _by_algebra(answer, reference, algebra)
 
+    # Compare without names: `x = 5` equals 5.
     answer, reference = (
         text.removeprefix(name).strip().removeprefix(r"\approx").strip()
-        for text, name in ((answer, mine), (reference, theirs))
+        for text, name in ((answer, answer_name), (reference, reference_name))
     )
     if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
         return reference != ""
@@ -149,7 +152,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _words(text: str) -> str | None:
-    r"""Return the words of an answer in words; None where it is mathematics, a list, or a number with a unit."""
+    r"""Return the words of a text that consists of words; None if it is mathematics, a list or a number with a unit."""
     inside = _unwrapped(text)
     if letter := _LETTER.fullmatch(inside):
         return letter[1]
@@ -164,20 +167,20 @@ def _same_words(answer: str | None, reference: str) -> bool:
 
 
 def _as_structure(answer: Structure | None, reference: Structure, algebra: Algebra) -> bool:
-    """Compare a structured answer: kind, number of members, and the members themselves."""
+    """Compare structures by kind, number of members and each member; None is an answer without structure."""
     if answer is None or (answer.kind != reference.kind and not {answer.kind, reference.kind} <= {"list", "set"}):
         return False
 
-    mine, theirs = _without_shared_name(answer.members), _without_shared_name(reference.members)
-    if len(mine) != len(theirs) or any(map(_name, mine)) != any(map(_name, theirs)):
+    members, expected = _without_shared_name(answer.members), _without_shared_name(reference.members)
+    if len(members) != len(expected) or any(map(_name, members)) != any(map(_name, expected)):
         return False
-    if reference.ordered or all(len(_words(member) or "") > 1 for member in theirs):
-        return all(map(partial(_compare, algebra=algebra), mine, theirs))
+    if reference.ordered or all(len(_words(member) or "") > 1 for member in expected):
+        return all(map(partial(_compare, algebra=algebra), members, expected))
 
     # Give each member of the reference a different member of the answer. The first equal one will do, because equality
     # is transitive.
-    unmatched = [*mine]
-    for member in theirs:
+    unmatched = [*members]
+    for member in expected:
         equal = (candidate for candidate in unmatched if _compare(candidate, member, algebra))
         match = member if member in unmatched else next(equal, None)
         if match is None:
@@ -194,26 +197,28 @@ def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
 
 def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     """Compare expressions, and numbers with units; a relation such as `x < 2` equals only a relation."""
-    mine, theirs = parse_quantity(answer, is_reference=False), parse_quantity(reference, is_reference=True)
-    if mine and theirs:
-        return mine.value == theirs.value and units_agree(mine.unit, theirs.unit)
+    quantity, expected = parse_quantity(answer, is_reference=False), parse_quantity(reference, is_reference=True)
+    if quantity and expected:
+        return quantity.value == expected.value and units_agree(quantity.unit, expected.unit)
 
     sides = split_outside_brackets(answer, "=")
-    if theirs and len(sides) > 1:  # a chain, which may have a name: x = 9/4 = 2.25
+    if expected and len(sides) > 1:  # a chain, each side of which must be right, but for a name: x = 9/4 = 2.25
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
         return all(_as_expression(side, reference, algebra) for side in sides[is_named:])
 
+    # Wrong are a relation or infinity in one of the two texts only, a structure, and two numbers in place of one.
     is_relation = _RELATION.search(reference) is not None
     if (_RELATION.search(answer) is not None) != is_relation or parse_structure(answer) is not None:
         return False
-    if (r"\infty" in answer) != (r"\infty" in reference) or (theirs and _TWO_NUMBERS.search(answer)):
+    if (r"\infty" in answer) != (r"\infty" in reference) or (expected and _TWO_NUMBERS.search(answer)):
         return False
 
+    # Compare the units apart, and what stands before them by algebra.
     if not is_relation:
         answer, unit = split_unit(answer, is_reference=False) or ("", "")
         reference, reference_unit = split_unit(reference, is_reference=True) or (reference, "")
-        if theirs:
-            reference, reference_unit = str(theirs.value), theirs.unit
+        if expected:
+            reference, reference_unit = str(expected.value), expected.unit
         if not answer or _words(answer) is not None or not units_agree(unit, reference_unit):
             return False
 

@@ -16,14 +16,15 @@ from sympy import Basic, Eq, Expr, Float, I, N, Rational
 from jackpot.rollout.rewards.verifier.compare import compare
 
 for name in ("math_verify", "math_verify.grader", "math_verify.parser"):
-    logging.getLogger(name).disabled = True  # it warns that no time limit is set, but the pool sets one
+    logging.getLogger(name).disabled = True  # warns that no time limit is set, but the pool of workers sets one
 
 _STYLE = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\[a-z]+|[a-z]|\)) ?\^\\circ(?![A-Za-z])")
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
-_CLOSE = Rational(1, 10**30)
+_CLOSE = Rational(1, 10**30)  # largest relative difference of numbers that count as equal
+# Numerators of the values that symbols have at each of the three points where expressions are compared.
 _PRIMES = ((2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37), (41, 43, 47, 53, 59, 61))
 
 
@@ -42,13 +43,14 @@ def equal_expressions(answer: str, reference: str) -> bool:
     - Two equations are equal if, at three points, the ratio of their differences of sides has one value: math-verify
       compares solutions, so that all equations without a solution are equal.
     - Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
-    - Its own time limits are off: they are signals, which C code ignores.
+    - The time limits of math-verify are off: they are signals, which C code ignores.
 
     Raises:
         MemoryError: the process is out of memory.
     """
-    mine, theirs = (set(_LETTER.findall(text)) for text in (answer, reference))
-    if answer.count("'") != reference.count("'") or {letter.swapcase() for letter in mine - theirs} & (theirs - mine):
+    given, wanted = (set(_LETTER.findall(text)) for text in (answer, reference))
+    # A letter that is small in one text and capital in the other stands for two different symbols.
+    if answer.count("'") != reference.count("'") or {letter.swapcase() for letter in given - wanted} & (wanted - given):
         return False
     try:
         return _equal(parse(answer), parse(reference))
@@ -62,7 +64,7 @@ def parse(text: str) -> Basic:
     """Parse an expression, equation, inequality or matrix, with rational numbers for decimals and `i` as a root of -1.
 
     Raises:
-        Exception: math-verify cannot parse it.
+        Exception: math-verify cannot parse the text.
     """
     text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     parsed: Any = parse_latex_cached(normalize_latex(text, config=_STYLE))
@@ -71,11 +73,12 @@ def parse(text: str) -> Basic:
 
 
 def _equal(answer: Any, reference: Any) -> bool:
-    """Compare two parsed expressions at three points; if they are no equations, math-verify must agree.
+    """Compare two parsed expressions at three points; unless they are equations, math-verify must find them equal too.
 
-    What has no numeric value is compared by math-verify alone.
+    Sets, inequalities and other objects without a numeric value are compared by math-verify alone.
     """
     sides: tuple[Any, Any] = (answer, reference)
+    # Two equations are equal if lhs - rhs of one is a constant multiple of lhs - rhs of the other at all points.
     if isinstance(answer, Eq) and isinstance(reference, Eq):
         values = [*_values(*(equation.lhs - equation.rhs for equation in sides))]
         is_same = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
@@ -88,9 +91,9 @@ def _equal(answer: Any, reference: Any) -> bool:
 
 
 def _values(*expressions: Any) -> Iterator[list[Expr]]:
-    """Yield the values of all expressions at each of three points, without the points where one has no value.
+    """Yield the values of all expressions at each of three points, except points where an expression has no value.
 
-    Symbols of different expressions are matched by name.
+    Equal names of symbols in different expressions are the same symbol.
     """
     names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
     for primes in _PRIMES:

@@ -33,9 +33,9 @@ def final_answer(response: str, finished: bool) -> str | None:
 
 
 def is_well_formed(response: str, finished: bool) -> bool:
-    """Return whether the response ended by itself and states one answer once.
+    """Return whether the response ended by itself and states exactly one final answer.
 
-    That is one box and no `####`, or no box and one `####` with nothing but spaces after its line.
+    It must have one box and no `####`, or no box and one `####` with nothing but spaces after that line.
     """
     text = _after_thinking(response)
     boxes, hashes = len(_BOX.findall(text)), [*_HASHES.finditer(text)]

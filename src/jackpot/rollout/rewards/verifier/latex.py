@@ -1,6 +1,6 @@
 r"""Normalization of LaTeX answers to one spelling. Standard library only.
 
-It changes sizes, spaces, fonts, delimiters and synonyms of signs, and never the meaning of an answer.
+Normalization changes sizes, spaces, fonts, delimiters and synonyms of signs, and never the meaning of an answer.
 """
 
 import re
@@ -11,7 +11,7 @@ _FRACTIONS = {  # ½ becomes \frac{1}{2}
     for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
 }
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_SIGNS = _FRACTIONS | {
+_SIGNS = _FRACTIONS | {  # replacements of single signs and commands
     "\N{MINUS SIGN}": "-",
     "∞": r"\infty ",
     "π": r"\pi ",
@@ -37,7 +37,7 @@ _SIGNS = _FRACTIONS | {
     "...": r"\ldots ",
     "…": r"\ldots ",
 }
-_E_NOTATION = r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)"  # but not 1E5_{16}, of base 16
+_E_NOTATION = r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)"  # 1E5, but not 1E5_{16} in base 16
 # What may stand before and after a number that stands alone:
 _BEGINS = re.compile(r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))(?:\s|\\?\$)*[-+]?$")
 _ENDS = re.compile(r"(?:\s|\\?\$)*(?:$|[,;=:)\]%~.]|\\(?:text|mathrm|[%},;: ]))|\s[A-Za-z]")
@@ -73,12 +73,12 @@ def has_prose(text: str) -> bool:
 
 
 def _power_of_ten(match: re.Match[str]) -> str:
-    r"""Return e-notation as `4.5\times 10^{33}`, in parentheses below a slash.
+    r"""Return a number in e-notation, such as `4.5e33`, as `4.5\times 10^{33}`, in parentheses after a slash.
 
-    An exponent with a sign must belong to a number that stands alone: `e^2-2e-3` and `(3e-1)/2` are sums.
+    If the exponent has a sign, the number must stand alone: `e^2-2e-3` and `(3e-1)/2` are sums, and stay.
     """
     before, after = match.string[: match.start()], match.string[match.end() :]
-    if not match[2].isdecimal():
+    if not match[2].isdecimal():  # the exponent has a sign
         in_brackets = before.rstrip("+- ").endswith(("(", "[")) and after.lstrip().startswith((")", "]"))
         if in_brackets or not _BEGINS.search(before) or not _ENDS.match(after):
             return match.group()
@@ -88,7 +88,7 @@ def _power_of_ten(match: re.Match[str]) -> str:
 
 
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_COMMANDS = [  # patterns skip a backslash after another one: the two end a row of a matrix
+_COMMANDS = [  # not applied to a backslash that follows another, since the two together end a row of a matrix
     (r"\\!\s*", ""),  # a negative space joins: 1,\! 000
     (r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr)(?![A-Za-z])\s*\.?", ""),
     (r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", ""),

@@ -1,6 +1,6 @@
 """Exact parsing of numbers and their units. Standard library only.
 
-Nothing is converted: 50 % is 50 with a unit and not 0.5, 1 m is not 100 cm.
+Units are not converted: 50 % is 50 with a unit and not 0.5, and 1 m is not 100 cm.
 """
 
 import re
@@ -61,7 +61,7 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
 
 
 def _value(groups: dict[str, str]) -> Fraction:
-    """Return the number of a match of `_NUMBER`."""
+    """Return the number that the named groups of a match of `_NUMBER` denote; a missing group is an empty text."""
     top, bottom = (re.sub("[, ]", "", groups[name]) for name in ("top", "bottom"))
     value = Fraction(top) / Fraction(bottom or 1)
     if period := groups["period"]:
@@ -87,7 +87,7 @@ _PLAIN_UNIT = re.compile(
 def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     r"""Split an expression from the unit or label after it, as in `480\sqrt{3}\text{ feet}`.
 
-    Return None where other words follow, so that they are not taken for a product of letters.
+    Return None where other words follow, so that those words are not taken for a product of letters.
     """
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return text[: match.start()], read_unit(match[1], symbols=True) or ""
@@ -105,7 +105,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
 
 
 def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
-    """Return the unit that the words after a number denote, or `LABEL`; None if they may be a product of letters."""
+    """Return the unit or `LABEL` that plain words after a number, with a space if `is_apart`, denote, or None."""
     unit, names = read_unit(words, symbols=False), re.findall("[A-Za-z]+", words)
     longest = max(map(len, names))
     if unit != LABEL:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+# For each opening bracket, the brackets that may close it: `[0,1)` is an interval.
 _CLOSING = {"(": (")", "]"), "[": ("]", ")"), r"\{": (r"\}",), r"\langle": (r"\rangle",)}
 _OPENS, _CLOSES = re.compile(r"[(\[{]|\\\{|\\langle|\\begin.*"), re.compile(r"[)\]}]|\\\}|\\rangle|\\end.*")
 _TOKEN = re.compile(
@@ -20,7 +21,7 @@ _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z]) ?")
 
 
 class Structure(NamedTuple):
-    """A structured answer: its kind and its members.
+    """The kind and the members of a structured answer, such as a tuple, set or matrix.
 
     Brackets, order and number of the members are kept, so that only members are compared as mathematics. Hence `(2,1)`
     is not an empty interval and `4:51` not a quotient.
@@ -35,7 +36,7 @@ def parse_structure(text: str) -> Structure | None:
     r"""Return the structure of a normalized answer, or None where it is a single expression.
 
     A comma between digits without a space separates thousands, if the answer also has an unambiguous separator: a comma
-    followed by a space, or a word. `a \pm b` counts as two members. A determinant (`vmatrix`) is a number.
+    followed by a space, or `and` or `or`. `a \pm b` counts as two members. A determinant (`vmatrix`) is a number.
     """
     if _SURE_SEPARATOR.search(text):
         text = _THOUSANDS.sub("", text)
@@ -55,6 +56,7 @@ def parse_structure(text: str) -> Structure | None:
 
 def _bracketed(text: str) -> Structure | None:
     """Parse a tuple, interval, vector or set, such as `[0,1)`; None unless brackets enclose the whole text."""
+    # The first token after which no bracket is open must be the end of the text, and close its first bracket.
     opening = next((bracket for bracket in _CLOSING if text.startswith(bracket)), None)
     end, closing = next(((end, token) for token, end, depth in _tokens(text) if depth == 0), (0, ""))
     if opening is None or end != len(text) or closing not in _CLOSING[opening]:
@@ -77,7 +79,7 @@ def _members(text: str, separator: str) -> tuple[str, ...]:
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
     """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each piece."""
-    cuts = [0]
+    cuts = [0]  # start and end of each piece in turn, but the end of the last
     for token, end, depth in _tokens(text):
         if depth == 0 and re.fullmatch(separator, token):
             cuts += [end - len(token), end]

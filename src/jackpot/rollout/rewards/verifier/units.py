@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-_UNITS = {
+_UNITS = {  # words and symbols of each unit
     "percent": "% percent percentage pct",
     "degree": "degree deg",
     "celsius": "celsius",
@@ -97,7 +97,7 @@ _PRODUCTS = [
     )
 ]
 _FACTOR = re.compile(r"([^\W\d_]+|[%¢€£]|\\\$)(?: ?\^\{?(-?\d)\}?)?")
-_MEANINGFUL = frozenset(
+_MEANINGFUL = frozenset(  # words that change a number, or join it with another, so that they are no label
     word
     for line in (
         "hundred thousand dozen score gross lakh crore half halves third quarter",
@@ -116,16 +116,18 @@ _MEANINGFUL = frozenset(
 )
 _MILLIONS = re.compile("[a-z]+illions?")
 _NO_LABEL = re.compile(r"\d|[=<>+*^_\\{}]|(?<![a-z])/|/(?![a-z])")
-_MOST_WORDS = 5  # most words of a label
-LABEL = "label"  # the unit of a number that is followed by other words
+_MOST_WORDS = 5  # largest number of words of a label
+LABEL = "label"  # stands for a unit where other words follow a number, such as `apples`
 _K = "K"  # kelvin, or perhaps thousand if the reference has no unit
 
 
 def read_unit(text: str, symbols: bool) -> str | None:
-    r"""Return the unit that a text denotes: `LABEL` for other words, "" for no text, None if it changes the number.
+    r"""Return the unit that a text after a number denotes, `LABEL` for other words, or "" where there is no text.
 
-    A unit is one of the words and symbols above, or a product or quotient of them in any usual spelling: `km/h`,
-    `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Nothing is converted.
+    The result is None where the text changes the number, as `dozen` does, or is not made of words.
+
+    A unit is a word or symbol of `_UNITS` or `_SI`, or a product or quotient of units in any usual spelling: `km/h`,
+    `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Units are not converted.
 
     Args:
         text: content of `\text{...}`, or the text after a number, such as ` km/h`; powers are in LaTeX.
@@ -158,7 +160,7 @@ def units_agree(answer: str, reference: str) -> bool:
 
 
 def _product(text: str, symbols: bool) -> str | None:
-    """Return units and their powers in alphabetical order, such as `hour^-1 kilometer`; None for unknown words."""
+    """Return a product of units in alphabetical order, such as `hour^-1 kilometer`; None if a word is no unit."""
     for pattern, replacement in _PRODUCTS:
         text = pattern.sub(replacement, text)
     numerator, *denominators = text.split("/")
