@@ -16,7 +16,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean, or a function of means, with its standard error; None where too few values were measured."""
+    """A mean, or a function of means, with its standard error, which is None where there are too few values."""
 
     value: float
     error: float | None
@@ -30,7 +30,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and the bounds of its confidence interval; None where too few values were measured."""
+    """A mean and the bounds of its confidence interval, which are None where there are too few values."""
 
     value: float
     low: float | None

@@ -125,8 +125,8 @@ class AttentionBlock(NamedTuple):
     """The shape of rows of similar lengths whose attention is computed together, each padded to the longest."""
 
     rows: int
-    queries: int  # of each row
-    keys: int  # of each row
+    queries: int  # query tokens of each row
+    keys: int  # key tokens of each row
     is_square: bool  # queries and keys are the same tokens, so that plain causal attention serves
     masks: int  # different masks: 1 where all rows have the same, else one for each row
 
@@ -136,7 +136,7 @@ class PackedRow:
     """The tokens of a micro-batch as one row without padding: `S` tokens, each prompt before its responses.
 
     The last token of a response is left out, for it predicts nothing. A prompt with several responses stands once: it
-    attends to itself, and each of its responses to the prompt and to itself. An index counts tokens of the row.
+    attends to itself, and each of its responses to the prompt and to itself. Every index is that of a token in the row.
 
     There are two plans to compute attention, with equal results: the fields `block_*` plan blocks of padded rows, which
     every kernel takes; `cu_*` and `sequence_keys` plan sequences of their own lengths, for kernels of variable lengths.
@@ -161,7 +161,7 @@ class PackedRow:
     block_outputs: Tensor  # [S] int64, where each token stands in block_queries
     cu_queries: Tensor  # [sequences + 1] int32, cumulative lengths: where each sequence of queries ends in the row
     cu_keys: Tensor  # [sequences + 1] int32, cumulative lengths: where its keys end in sequence_keys
-    sequence_keys: Tensor  # [keys of all sequences] int64, indices
+    sequence_keys: Tensor  # [keys of all sequences] int64, indices of the keys of each sequence, one after the other
     longest: tuple[int, int]  # most queries and most keys of any sequence
 
 

@@ -31,7 +31,7 @@ MAX_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # most logits that are read at a time
 
 
 class TileSums(NamedTuple):
-    """The sums of one head over a tile; [C] each."""
+    """The sums of one head over the T tokens of a tile, [C] each; the module has the formulas of m, s, t and g."""
 
     row_max: Tensor  # m
     sum_exp: Tensor  # s
@@ -61,14 +61,17 @@ class GradCoefficients(NamedTuple):
 
 
 class TileGradient(NamedTuple):
-    """The coefficients of the gradient of a tile's products, and the memory that it is written to."""
+    """The coefficients of the gradient of one head's products W h in a tile, and the memory for this gradient."""
 
     coefficients: GradCoefficients  # [C] each
-    out: Tensor  # [C, T] in the dtype of the products, perhaps the memory of the logits
+    out: Tensor  # [C, T] in the dtype of the head's operands, perhaps the memory of the logits
 
 
 class TileReader(Protocol):
-    """The interface of what computes sums and gradients from tiles of logits; raw tiles are finished in place."""
+    """The interface of a class that computes sums and gradients from tiles of logits.
+
+    Every method turns the products of a raw tile into logits (`finish`), in the memory of the tile.
+    """
 
     name: str
 
@@ -96,11 +99,11 @@ class TileReader(Protocol):
         gradients: Sequence[TileGradient | None],
         columns: Tensor,
     ) -> None:
-        """Write the gradients of a tile's products.
+        """Write the gradient of each head's products W h in a tile to `TileGradient.out`.
 
         Args:
             logsumexps: [C] each, over the whole vocabulary.
-            gradients: None for a head without gradient.
+            gradients: coefficients and memory of each head; None for a head without gradient.
             columns: [C] the sampled ids, counted from the tile's first token; they may lie outside of the tile.
         """
 
@@ -109,7 +112,7 @@ class TileReader(Protocol):
 
 
 def finish(logits: Tensor, bias: Tensor | None, soft_cap: float | None, temperature: float) -> Tensor:
-    """Add the bias to products W h, apply soft cap and temperature, and so return logits: [C, T]."""
+    """Compute logits from products W h, [C, T]: add the bias, apply the soft cap, divide by the temperature."""
     if bias is not None:
         logits = logits + bias
     if soft_cap is not None:
@@ -163,7 +166,7 @@ def tile_gradients(
     coefficients: Sequence[GradCoefficients | None],
     out: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Evaluate the formula of `GradCoefficients`, but for its first term, on logits [C, T].
+    """Evaluate the formula of `GradCoefficients`, without the term of the sampled id, on each head's logits [C, T].
 
     Args:
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
@@ -195,6 +198,7 @@ def tile_gradients(
 
 
 def _exp(values: Tensor) -> Tensor:
+    """Return e^values, by the faster exp2."""
     return torch.exp2(values * LOG2_E)
 
 
@@ -242,35 +246,38 @@ class TorchReader:
     ) -> None:
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            # The derivative of the soft cap, 1 - (capped / soft_cap)^2, before gradients may overwrite the logits.
-            derivatives = [
+            # The derivative of each head's soft cap, 1 - (capped / soft_cap)^2; None without a cap or a gradient. It is
+            # computed first, because the gradients may overwrite the logits.
+            cap_derivatives = [
                 1.0 - torch.square(head_logits * (tile.temperature / tile.soft_cap))
-                if target and tile.soft_cap
+                if head_gradient and tile.soft_cap
                 else None
-                for head_logits, tile, target in zip(logits, tiles, gradients, strict=True)
+                for head_logits, tile, head_gradient in zip(logits, tiles, gradients, strict=True)
             ]
 
-            targets = [target and TileGradient(target.coefficients.at(rows), target.out[rows]) for target in gradients]
-            to_logits = tile_gradients(
+            # Coefficients and memory of these rows, of each head; None stays None. Where the memory has the dtype of
+            # the sums, the gradient of the logits is computed in it, else copied to it afterwards.
+            chunks = [head and TileGradient(head.coefficients.at(rows), head.out[rows]) for head in gradients]
+            logit_gradients = tile_gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
                 [tile.may_mask for tile in tiles],
-                [target and target.coefficients for target in targets],
-                [target.out if target and target.out.dtype == logsumexps[0].dtype else None for target in targets],
+                [chunk and chunk.coefficients for chunk in chunks],
+                [chunk.out if chunk and chunk.out.dtype == logsumexps[0].dtype else None for chunk in chunks],
             )
 
-            for target, gradient, derivative in zip(targets, to_logits, derivatives, strict=True):
-                if target is None or gradient is None:
+            for chunk, logit_gradient, cap_derivative in zip(chunks, logit_gradients, cap_derivatives, strict=True):
+                if chunk is None or logit_gradient is None:
                     continue
-                if target.coefficients.on_id is not None:
-                    _add_at(gradient, columns[rows], target.coefficients.on_id)
-                if derivative is not None:
-                    gradient *= derivative
-                if gradient is not target.out:
-                    target.out.copy_(gradient)
+                if chunk.coefficients.on_id is not None:
+                    _add_at(logit_gradient, columns[rows], chunk.coefficients.on_id)
+                if cap_derivative is not None:
+                    logit_gradient *= cap_derivative
+                if logit_gradient is not chunk.out:
+                    chunk.out.copy_(logit_gradient)
 
     def _chunks(self, tiles: Sequence[Tile]) -> list[slice]:
-        """Cut the positions of tiles into runs that are read at a time."""
+        """Cut the positions of tiles into slices of at most MAX_CHUNK logits, which are read one after the other."""
         c, t = tiles[0].logits.shape
         device_type = self._device_type or tiles[0].logits.device.type
         size = max(1, min(c, MAX_CHUNK["cuda" if device_type == "cuda" else "cpu"] // t))
@@ -281,7 +288,10 @@ EAGER = TorchReader()
 
 
 def _finished(tile: Tile, rows: slice) -> Tensor:
-    """Return the logits of some positions in the dtype of the sums; finish those of a raw tile, in the tile too."""
+    """Return a tile's logits at the positions `rows` in the dtype of the sums.
+
+    The products of a raw tile become logits first (`finish`), in the tile's memory.
+    """
     logits = tile.logits[rows]
     if tile.is_raw:
         return logits.copy_(finish(logits, tile.bias, tile.soft_cap, tile.temperature))

@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 from jackpot.objectives.kernels.tiles import Head, operand_dtype, sum_dtype
 
-_GATHERED = 2**24  # elements of gathered rows at a time
+_GATHERED = 2**24  # most numbers of the weight's rows that are gathered at a time
 
 
 def support_log_probs(
@@ -77,6 +77,7 @@ class _RowProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden and weight, from the gradient of the products, [N, G]."""
         [gradient] = gradients
         columns, hidden, weight = ctx.saved_tensors
         dtype, operands = ctx.dtype, ctx.operands
@@ -96,6 +97,11 @@ class _RowProducts(torch.autograd.Function):
 
 
 def _chunks(columns: Tensor, width: int) -> list[slice]:
-    """Return ranges of positions whose gathered rows fit into `_GATHERED`."""
+    """Cut the N positions into slices whose gathered rows of the weight have at most `_GATHERED` numbers.
+
+    Args:
+        columns: [N, G] rows of the weight that each position needs.
+        width: numbers in a row, the hidden size.
+    """
     step = max(1, _GATHERED // max(1, columns.shape[1] * width))
     return [slice(start, start + step) for start in range(0, len(columns), step)]

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-BLOCK = 64  # numbers
+BLOCK = 64  # numbers in a block
 _BLOCKS_PER_K = 3  # in a row of fewer than so many times K blocks one level is faster than two (measured on CPU)
 
 
@@ -27,7 +27,7 @@ def block_max(values: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """View the whole blocks as [N, V // BLOCK, BLOCK], without the columns after the last whole one."""
+    """View rows [N, V] as whole blocks, [N, V // BLOCK, BLOCK], without the columns after the last whole block."""
     whole = values.shape[1] // BLOCK
     return values[:, : whole * BLOCK].unflatten(1, (whole, BLOCK))
 
@@ -69,7 +69,11 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _ids(blocks: Tensor, columns: Tensor) -> Tensor:
-    """Return the ids of the numbers in some columns of the candidates, [N, k]."""
+    """Convert columns of the candidates, [N, k], to ids in the row: the columns of `values` that they were taken from.
+
+    Args:
+        blocks: [N, ceil(M / BLOCK)] indices of the candidates' blocks, from `_candidates`.
+    """
     return blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
 
 

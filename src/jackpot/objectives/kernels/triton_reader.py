@@ -31,7 +31,7 @@ def _logits(
     start: tl.tensor, bias: tl.tensor, columns: tl.tensor, mask: tl.tensor, soft_cap: float, temperature: float,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load logits and finish them; -inf where `mask` is False."""
+    """Load some logits of a row, finish them if they are raw, and return float32; -inf where `mask` is False."""
     logits = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
     if RAW:
         if BIAS:
@@ -44,7 +44,7 @@ def _logits(
 
 @triton.jit
 def _finished(start: tl.tensor, columns: tl.tensor, T: int) -> tl.tensor:
-    """Load finished logits of a row of T; -inf beyond its end."""
+    """Load logits of a row of T tokens that are finished already, in float32; -inf beyond the end of the row."""
     return tl.load(start + columns, mask=columns < T, other=float("-inf")).to(tl.float32)
 
 
@@ -54,7 +54,7 @@ def _finish(
     begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load WIDTH logits of a row and finish them. Write raw ones back, and the largest of each block to `maxima`."""
+    """Load WIDTH logits of a row and finish them. Store logits that were raw, and the largest of each block."""
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
     logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
@@ -72,7 +72,7 @@ def _store_sums(
     sums: tl.tensor, C: int, row_max: tl.tensor, sum_exp: tl.tensor, moment: tl.tensor, gap: tl.tensor,
     masked: tl.tensor, PAIR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the numbers of one position and head, C apart; the last two are those of a pair."""
+    """Write the sums of one position and one head to `sums`, C numbers apart; the last two only for a pair of heads."""
     tl.store(sums, row_max)
     tl.store(sums + C, tl.sum(sum_exp, axis=0))
     tl.store(sums + 2 * C, tl.sum(moment, axis=0))
@@ -172,7 +172,7 @@ def _gradient(
     log_probs: tl.tensor, other_log_probs: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Evaluate the formula of `GradCoefficients`."""
+    """Evaluate the formula of `GradCoefficients`, times the derivative of a soft cap: the gradient of the products."""
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
     on_log = tl.load(coefficients + 2 * C + row)
@@ -195,7 +195,10 @@ def _differentiate(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr,
     TRAINS_P: tl.constexpr, TRAINS_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of both heads' products; `coefficients` [2, 5, C]. Loads come before stores."""
+    """Write the gradients of both heads' products; `coefficients` [2, 5, C].
+
+    All loads come before the stores, since a gradient may take the memory of the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < T
