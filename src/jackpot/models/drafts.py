@@ -13,7 +13,7 @@ from torch import Tensor
 from jackpot.models.sampling import sample_tokens
 
 Chance = TypeVar("Chance", float, Tensor)
-MOST_DRAFTS = 8  # most drafts before a verifying pass that advice considers
+MOST_DRAFTS = 8  # most drafts for one verifying pass that the advice on settings considers
 
 
 class Verdict(NamedTuple):

@@ -24,7 +24,7 @@ Forward = Callable[..., Any]
 
 CHUNK = 2**18  # numbers of a tensor that are read at a time: 1 MiB in float32
 PRODUCT_ROWS = 2048  # most rows that are gated and multiplied at a time; products of fewer rows are slower
-_WIDE = torch.float32  # of intermediate results and sums
+_WIDE = torch.float32  # dtype of intermediate results and sums
 TOLERANCES = {_WIDE: 1e-5, torch.bfloat16: 0.02}
 """The most by which outputs and gradients may differ from what a module computed before, as a share of the largest
 number of a tensor, by the dtype of its inputs."""
@@ -62,7 +62,7 @@ class RMSNorm(torch.autograd.Function):
             chunk = rows[run].to(_WIDE)
             norm = torch.linalg.vector_norm(chunk, dim=1, keepdim=True)
             torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[run])
-            # Without rounding in between, the memory of the result serves for x r too.
+            # Where nothing is rounded in between, the normed x is computed in the memory of the result.
             normed = torch.mul(chunk, scale[run], out=out[run] if x.dtype == out.dtype == _WIDE else None)
             torch.mul(normed.to(x.dtype), weight, out=out[run])
 
@@ -168,10 +168,12 @@ def _runs(count: int, longest: int) -> Iterator[slice]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
+    """Reshape [..., D] to a matrix [N, D]."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product a b to `total`, which may have a wider dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -219,6 +221,7 @@ def _norm(module: nn.Module) -> Forward | None:
 
 
 def _run_norm(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
+    """Run a norm by `RMSNorm`, or by the module's own forward where a dtype is unknown to `RMSNorm`."""
     if module.weight.dtype != _WIDE or x.dtype not in TOLERANCES:
         return own_forward(x)
     return RMSNorm.apply(x, module.weight, module.variance_epsilon)
@@ -237,6 +240,7 @@ def _mlp(module: nn.Module) -> Forward | None:
 
 
 def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
+    """Run a gated MLP by `GatedProduct`, or as the module does where a layer has an adapter or another dtype."""
     last = module.get_submodule("down_proj")
     if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
         return own_forward(x)
@@ -252,7 +256,10 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def _attention(module: nn.Module) -> Forward | None:
-    """Return the forward of an attention module with `_rotate` in place of the rotation that it calls; None without."""
+    """Return the forward of an attention module with `_rotate` in place of the rotation that it calls.
+
+    Return None for a module that calls no rotation, or another one than `_rotate` computes.
+    """
     function = type(module).forward
     own_rotation = getattr(function, "__globals__", {}).get(_ROTATE)
     if own_rotation is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(own_rotation):
@@ -283,6 +290,7 @@ def _rotates_alike(own_rotation: Forward) -> bool:
 def _rotate(
     own_rotation: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by `Rotation`, or by the model's own function where their form is unknown."""
     is_known = all(tensor.dtype == _WIDE and tensor.shape[-1] == cos.shape[-1] for tensor in (q, k, cos))
     if options or not is_known:
         return own_rotation(q, k, cos, sin, **options)

@@ -41,7 +41,7 @@ MOST_LAYERS = 1_000  # of a model; published models have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
-_READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of files that transformers reads
+_READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # suffixes of files that transformers reads
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LOADING_ERRORS = (  # what libraries raise at files that are missing, damaged or of strange content
     *(OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError),
@@ -109,7 +109,9 @@ def load_value_model(
 
 @contextlib.contextmanager
 def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
-    """Replace weights of other dtypes by float32 ones in the body, as training does with weights that are in files.
+    """Replace a module's weights of other dtypes by float32 weights for the `with` block, and put them back after it.
+
+    Training replaces weights that are still in their files in the same way.
 
     Args:
         cast: returns the float32 tensor of a weight.
@@ -205,8 +207,8 @@ def _is_inside(name: Any) -> bool:
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
     """Do what `_read` does, with weights that are views of their files; None where names or dtypes do not allow it.
 
-    transformers gets weights that are a single number each, expanded, so that everything but the weights is made as it
-    makes it from a folder.
+    transformers gets a single number, expanded to the shape of each weight, in place of the weights, and makes the rest
+    of the model as from a folder.
     """
     source = resolve_path(path)
     try:
@@ -393,6 +395,7 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
 
     differing = [token for token in first | second if first.get(token) != second.get(token)]
     ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}
+    # The token with the lowest id in either tokenizer.
     token = min(differing, key=lambda token: (min(ids[token]), ids[token]))
     raise DataError(
         f"the tokenizers differ at token {token!r}: id {first.get(token, 'none')} in {a.name_or_path or 'the first'}, "
@@ -410,8 +413,8 @@ def head_rows(paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrain
     in inputs. The weights stay whole: longer output layers are saved and sent with all their rows.
 
     Args:
-        paths: of the models, by the name that an error gives them.
-        tokenizer: of all models; None: it is not checked.
+        paths: paths of the models, by the names that errors give them.
+        tokenizer: tokenizer of all models; None: its size is not checked.
 
     Raises:
         ModelError: the tokenizer has more tokens than the shortest output layer has rows.

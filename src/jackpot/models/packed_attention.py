@@ -48,7 +48,7 @@ class AttentionPlan:
 
         Args:
             layer: the index of the layer.
-            named: the window that the layer passes to its attention; None where it passes none.
+            passed_window: the window that the layer passes to its attention; None where it passes none.
 
         Raises:
             ModelError: the layer passes another window than the config has.
@@ -81,7 +81,11 @@ class AttentionPlan:
 
 
 def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a query sees a key and -inf elsewhere, [masks, 1, queries, keys]; `last` is its last key."""
+    """Return 0 where a query sees a key and -inf elsewhere, [masks, 1, queries, keys].
+
+    Args:
+        last: [masks, 1, queries, 1], the last key that each query sees.
+    """
     columns = torch.arange(keys, device=last.device)
     hidden = columns > last
     if window is not None:
@@ -132,7 +136,7 @@ def packed_attention(
 
     window = packed.window(module.layer_idx, sliding_window)
 
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms leave fp32, which flash does not take
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms give float32, which flash does not take
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
@@ -150,7 +154,11 @@ def packed_attention(
 def _by_block(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
-    """Return the output [S, heads, D'], one block of the plan after the other."""
+    """Return the output [S, heads, D'] of attention, which is computed one block of the plan after the other.
+
+    Args:
+        query, key, value: [S, heads, D], [S, key heads, D] and [S, key heads, D'].
+    """
     row = plan.row
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # CUDA's kernels take grouped heads only without a mask
@@ -265,8 +273,8 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def replaces_attention(model: PreTrainedModel) -> bool:
-    """Tell whether `packed_attention` can replace a model's own attention: that is called by transformers' interface,
-    and has neither a soft cap nor attention sinks."""
+    """Tell whether `packed_attention` can replace a model's own attention: whether the model calls attention through
+    transformers' interface, with neither a soft cap nor attention sinks."""
     config = model.config.get_text_config(decoder=True)
     functions = getattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     return (

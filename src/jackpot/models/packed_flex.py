@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from jackpot.core.types import PackedRow
 from jackpot.models.packed_row import pack_row
 
-BLOCK = 128  # tokens
+BLOCK = 128  # tokens of a block
 _VARIANTS = 64  # most compiled kernels: they differ by window, number of heads, with gradient or not
 
 Flex = Callable[..., Tensor]  # with the arguments of `flex_attention`
@@ -41,6 +41,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     prompt = prompts.index_select(0, sequence)  # [S]
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Tell whether the token with the index `query` attends to the token with the index `key`."""
         is_visible = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
         is_visible = is_visible & (positions[key] <= positions[query])
         return is_visible if window is None else is_visible & (positions[key] > positions[query] - window)

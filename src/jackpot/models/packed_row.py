@@ -18,7 +18,7 @@ MAX_LENGTHS = 48  # different lengths that blocks are chosen among; more are rou
 
 
 class _Sequence(NamedTuple):
-    """A run of queries that attend causally to themselves, and to a prompt before them."""
+    """A run of tokens, the queries, which attend causally to each other, and all of them to a prompt before them."""
 
     prompt: int  # index of the first token of the prompt
     shared: int  # tokens of the prompt that are keys and not among the queries
@@ -27,6 +27,7 @@ class _Sequence(NamedTuple):
 
     @property
     def keys(self) -> int:
+        """Return the number of tokens that the last query attends to."""
         return self.shared + self.queries
 
 
@@ -46,7 +47,8 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
     sequences: list[_Sequence] = []
     pieces, positions = [], []  # token ids of the row, and their positions
     total = 0  # tokens of the row so far
-    prompt_ends, starts = [0] * len(responses), [0] * len(responses)  # of each response: indices of the tokens
+    # The last token of the response's prompt, and its own first token.
+    prompt_ends, starts = [0] * len(responses), [0] * len(responses)  # of each response: indices of tokens
 
     for prompt, answers in zip(prompts, members, strict=True):
         first, size = total, len(prompt)
@@ -83,14 +85,17 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
 
 
 def _key_indices(table: Tensor, width: int) -> Tensor:
-    """Return the indices of the keys of some sequences, [rows, width]; columns after the last key repeat that key.
+    """Return the indices in the packed row of the keys of some sequences, [rows, width].
+
+    The keys of a sequence are the shared tokens of its prompt, then its queries. Columns after the last key repeat it.
 
     Args:
         table: [rows, 4], the fields of each `_Sequence`.
+        width: number of columns, at least the most keys of a sequence.
     """
-    prompt, shared, start, queries = table.T[..., None]
-    columns = torch.minimum(torch.arange(width), shared + queries - 1)
-    return torch.where(columns < shared, prompt + columns, start + columns - shared)
+    prompt_start, num_shared, query_start, num_queries = table.T[..., None]  # [rows, 1] each
+    nth_key = torch.minimum(torch.arange(width), num_shared + num_queries - 1)  # [rows, width], counted from 0
+    return torch.where(nth_key < num_shared, prompt_start + nth_key, query_start + nth_key - num_shared)
 
 
 def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
@@ -119,7 +124,8 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
             rows = table[members]
             _, shared, start, lengths = rows.T[..., None]
 
-            # Padding repeats the last query of its row.
+            # The index of each query in the packed row, and which of its keys is the last one that it sees, counted
+            # from 0: [members, width] each. Padding repeats the last query of its row.
             columns = torch.arange(width)
             exists = columns < lengths
             offsets = torch.minimum(columns, lengths - 1)

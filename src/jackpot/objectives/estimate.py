@@ -15,8 +15,8 @@ from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.tensor_checks import described, report_signs, sign_of_shift
 
-FillIns = Callable[[Tensor], Tensor]
-_MASS = 1.01  # largest sum of probabilities of a top-k list, by rounding
+FillIns = Callable[[Tensor], Tensor]  # returns log p_inf, [..., K], of ids [..., K]
+_MASS = 1.01  # largest sum of probabilities of a top-k list, with room for rounding
 
 
 def estimate_z(
@@ -44,8 +44,8 @@ def estimate_z(
         policy_logits: [..., V] float.
         hidden_states: [..., H] float.
         head: the output layer, weight [V, H], that maps hidden states to logits.
-        temperature: of sampling, above 0, by which the policy's logits are divided.
-        lam: of the correction that reads Z.
+        temperature: temperature of sampling, above 0, by which the policy's logits are divided.
+        lam: lam of the correction that will read Z.
         fill_ins: a function that returns log p_inf, [..., K], of ids [..., K], by a forward pass with the weights that
             sampled. It is called with the policy's most probable ids. None: p_inf of ids that the engine does not name
             stays unknown.

@@ -48,7 +48,7 @@ class Surrogate(NamedTuple):
 # A surrogate function computes S of every token from the arguments of `clipped_surrogate` and the response mask [B, T].
 # The gradient of a token's S is a factor times that of the token's own log p_new, so that a correction can weigh or
 # reject the token alone; the factor may depend on the whole response, rejected tokens included. S does not depend on
-# the correction, as `training.kappa.KappaRepair` requires. SG marks what carries no gradient.
+# the correction, as `training.kappa.KappaRepair` requires. SG is the stop-gradient.
 
 
 def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
@@ -134,6 +134,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 
 
 def _is_clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Return where PPO's clip of `ratio` removes the gradient (`clip_share`): bool [B, T]."""
     return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
 
 

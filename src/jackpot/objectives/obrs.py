@@ -66,7 +66,7 @@ class ZEstimate(NamedTuple):
     upper: Tensor
     rollout_mass: Tensor  # sum of p_inf over the tokens of which p_inf and p_target are both known
     target_mass: Tensor  # sum of p_target over the same tokens, without those that a truncated sampler never gives
-    union: Tensor  # 1 where these are the top k of both models, or all tokens; 0: the top k of the sampler alone
+    union: Tensor  # 1 where those tokens are the top k of both models, or all tokens; 0: the top k of the sampler alone
 
 
 def topk_z(
@@ -165,7 +165,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     reachable = (rollout * (target > 0)).sum(-1)
     too_large, why = (budget > reachable + 1e-12).any(), "of p_inf lies where p_target > 0, and nothing else is ever"
     if reachable.is_cuda:
-        # torch has no public one
+        # torch has no public assertion on the device
         torch._assert_async(~too_large, f"budget is {budget}, but less {why} accepted")  # pyright: ignore[reportPrivateUsage]
     elif too_large:
         raise ValueError(f"budget is {budget}, but only {reachable.min():.6g} {why} accepted; ask for at most that")
@@ -177,6 +177,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
 
+    # The last i with Z(rho_i) >= budget, and the lam that the formula gives for every i.
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
@@ -226,6 +227,7 @@ def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam:
 
 
 def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
+    """Sum e^`log_mass` over the last dimension where `mask` is True: [..., K] -> [...]."""
     return torch.where(mask, log_mass.exp(), 0.0).sum(-1)
 
 

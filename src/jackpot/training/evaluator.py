@@ -24,7 +24,7 @@ class Evaluator:
         self._components = components
         self._folder = folder
         self._engine_checks = engine_checks
-        self._prompts: dict[str, list[Prompt]] = {}  # of each evaluation set, once it was evaluated
+        self._prompts: dict[str, list[Prompt]] = {}  # the problems of each evaluation set, once it was evaluated
 
     def evaluate(self, iteration: int, current: Collection[Engine]) -> dict[str, float]:
         """Evaluate the weights after `iteration`, and return the metrics `eval/*` and `tokens/evaluate`.
@@ -33,8 +33,8 @@ class Evaluator:
         counts as its own rollout model: its numbers stand under both names.
 
         Args:
-            current: engines that already hold these weights and keep them. Other engines are sent the weights, and
-                sleep afterwards.
+            current: engines that already hold these weights and keep them. Every other engine is sent the weights, and
+                put to sleep afterwards.
         """
         components = self._components
         engines: dict[Role, Engine] = {"policy": components.policy_engine}

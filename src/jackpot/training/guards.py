@@ -30,17 +30,17 @@ from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, che
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
-QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one of so many rollouts, but at least so many
-ALWAYS_ALLOWED = 4.0  # a gap that is so many times smaller than the largest allowed gap is allowed at any depth
-LIST_GAP_FACTOR = 3.0  # top-k lists may differ so many times more (total variation) than single tokens
+QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one rollout in QUICK_SHARE, but at least QUICK_FEWEST
+ALWAYS_ALLOWED = 4.0  # the largest allowed gap divided by this is allowed at any depth of a response
+LIST_GAP_FACTOR = 3.0  # largest total variation of top-k lists, as a multiple of the largest allowed gap of tokens
 
 # Ratios of the engine's temperature to training's that are tried as the cause of a gap
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)
 
 _PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
-ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # computes log-probs under `Sampling` by rollout uid
-RecordEvent = Callable[[int, dict[str, Any]], None]  # iteration, event
+ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # computes log-probs under `Sampling`, [T, 1 + K] by rollout uid
+RecordEvent = Callable[[int, dict[str, Any]], None]  # is called with an iteration and an event of this iteration
 
 
 class EngineCheck:
@@ -193,11 +193,16 @@ class EngineCheck:
         )
 
     def _score(self, rollouts: Sequence[Rollout], from_copy: bool = False) -> ScoreFn:
+        """Return a function that computes training's log-probs of the rollouts, as `Learner.score` does."""
         config, pads = self._config, self._learner.pads
         batches = plain_batches(rollouts, config.batch.micro_batch_tokens, config.seed, pads)
         return lambda sampling: self._learner.score(self._role, batches, sampling, from_copy)
 
     def _precisions(self, engine: Engine) -> list[str]:
+        """Return the precisions of engine and training, keys of `LARGEST_GAPS`.
+
+        A quantized engine whose number formats training shares counts as unquantized.
+        """
         capabilities, config = engine.capabilities, self._config
         engine_dtype = _PRECISION_NAMES[capabilities.dtype]
         are_equal = (capabilities.number_formats, engine_dtype) == (config.number_formats, config.compute_dtype)
@@ -327,6 +332,7 @@ def _differences(rollout: Rollout, reported: Tensor, scored: Tensor) -> Tensor:
 
 
 def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Count the tokens of rollouts that the model sampled."""
     return sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
 
 
@@ -350,12 +356,13 @@ def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
 
 
 def _beginning(rollout: Rollout, length: int) -> Rollout:
+    """Return a rollout with its first `length` response tokens alone."""
     return replace(rollout, **{name: getattr(rollout, name)[:length] for name in TOKEN_COLUMNS})
 
 
 def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, allowed: float) -> str:
     """Guess, as a sentence, which distribution an engine's wrong log-probs belong to, or else name likely causes."""
-    plain = {"top_p": 1.0, "top_k": 0}
+    plain = {"top_p": 1.0, "top_k": 0}  # settings of sampling without filters
     suspects = {
         "of the model before temperature, top_p and top_k": plain | {"temperature": 1.0},
         "of the model before top_p and top_k": plain,

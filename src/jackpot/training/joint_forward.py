@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 class ModelOutputs(NamedTuple):
     """The outputs of the models at the N sampled tokens of a micro-batch."""
 
-    hidden: dict[Role, Tensor]  # states that predict the tokens, [N, H]
+    hidden: dict[Role, Tensor]  # hidden states of each model that predict the tokens, [N, H]
     head: HeadOutput | JointOutput
     reference_kl: Tensor | None  # [N] KL to the reference; None where there is no reference
     budgeted: tuple[Tensor, Tensor] | None  # Z and lam that a budget chooses, [N] float64; None without a budget
@@ -128,7 +128,8 @@ class JointForward:
             return scores
 
         z, lam = (batch.spread(column.to(scores.log_probs.dtype)) for column in outputs.budgeted)
-        if batch.by_policy is not None:  # every ratio of the policy's own rollouts is 1
+        # In the policy's own rollouts p = q, so that Z = sum min(q, p / lam) is the budget at lam = 1 / budget.
+        if batch.by_policy is not None:
             is_own = batch.by_policy[:, None] & batch.response_mask
             z, lam = torch.where(is_own, objective.budget, z), torch.where(is_own, 1.0 / objective.budget, lam)
         return replace(scores, z=known_z(z), lam=lam)
@@ -177,6 +178,7 @@ class JointForward:
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
+        """Do what `outputs` says, within `run`."""
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self.runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))

@@ -62,7 +62,7 @@ class _BackwardPass:
     """The results of a micro-batch's backward pass, beside the gradients."""
 
     policy: PolicyPass
-    measured: Sums  # sums that the policy's correction measured
+    measured: Sums  # the micro-batch's share of the totals that the policy's correction needs, such as sum a and sum Z
     metrics: Sums  # metrics of everything but the correction
     gaps: Tensor  # [B, T], as `token_gaps` returns them
     trace: dict[str, Tensor]  # per-token columns of saved rollouts
@@ -224,7 +224,7 @@ class JointLearner(Learner):
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
 
-        # Find the totals that the correction needs, as far as they are known before the backward passes.
+        # Find the totals over the step that the policy's correction needs, as far as they are known by now.
         on_device = [replace(micro, tokens=self._forward.send(micro.tokens, micro.old)) for micro in micro_batches]
         known = self._totals.before_backward(on_device, self._forward)
 
@@ -282,7 +282,8 @@ class JointLearner(Learner):
         scores = self._forward.scores(batch, outputs, micro.old)
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
-        totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: no others
+        # None: each rank has this micro-batch alone, so that the sums over the ranks are the totals of the step.
+        totals = all_reduce_sums(measured) if known.totals is None else known.totals
 
         loss = joint_loss(
             self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length

@@ -90,7 +90,8 @@ class Trainer:
         self._checkpointer = Checkpointer(components, folder, state)
 
         self.iteration = -1  # newest finished iteration; 0 is the evaluation before training
-        self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of each newest iteration
+        # Versions of the weights at the start of the newest iterations, oldest first.
+        self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)
 
         if state is not None:
             self._sampler.load_state_dict(state)
@@ -228,9 +229,11 @@ class Trainer:
                 write_rollouts(folder, iteration, samples, traces, tokenizer, self._config)
 
     def _saves_rollouts(self, iteration: int) -> bool:
+        """Tell whether the rollouts of an iteration are written to a file."""
         return iteration == 1 or self._is_last(iteration) or iteration % self._config.rollouts.every == 0
 
     def _is_last(self, iteration: int) -> bool:
+        """Tell whether an iteration is the last one of the run."""
         return iteration == self._config.iterations
 
     def _state(self) -> dict[str, Any]:
@@ -242,6 +245,7 @@ class Trainer:
         return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
 
     def _record_events(self) -> None:
+        """Write the events of tasks and engines since the last call to events.jsonl."""
         for event in self._components.take_events():
             self._folder.event(self.iteration, event)
 

@@ -80,6 +80,7 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
+        """Note the keys and values that attention gets, and return zeros for its output."""
         attended.extend((key, value))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 

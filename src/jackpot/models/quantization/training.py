@@ -47,13 +47,13 @@ class CodedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, rows: Quantized, grid: Grid, backward: Backward) -> Tensor:
-        """Return the product.
+        """Return the product X W^T, [M, N].
 
         Args:
-            inputs: [M, K], in the dtype of the output.
-            weight: [N, K], the master weight.
+            inputs: X, [M, K], in the dtype of the output.
+            weight: W, [N, K], the master weight.
             rows: `inputs`, quantized.
-            grid: by which the weight is quantized.
+            grid: grid by which the weight is quantized.
         """
         coded = quantize(weight.to(inputs.dtype), grid)
         ctx.save_for_backward(rows.codes, rows.scales, coded.codes, coded.scales)
@@ -98,9 +98,9 @@ class CodedLinear(nn.Linear):
     costs one for each token.
 
     Args:
-        layer: whose parameters become this layer's; not copied.
-        grid: by which the weight is quantized.
-        rows: shared by all layers of the model.
+        layer: layer whose parameters become this layer's; they are not copied.
+        grid: grid by which the weight is quantized.
+        rows: memory of the last quantized input, which all layers of the model share.
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
@@ -162,9 +162,9 @@ def train_in_codes(
     the rest of the backbone with numbers of `dtype`.
 
     Args:
-        scheme: of the engine, with quantized activations.
+        scheme: the engine's scheme, which quantizes activations too.
         fp8_cache, exact: as in `attend_as_engine`.
-        dtype: of the engine's weights and activations.
+        dtype: dtype of the engine's weights and activations.
 
     Raises:
         ModelError: the model has no linear layer to quantize, its attention cannot be replaced or, with an FP8 cache,
@@ -271,5 +271,6 @@ def _with_rounded_weights(
 
 
 def _without_autocast(forward: Forward, input_ids: Tensor, **options: Any) -> Any:
+    """Run a backbone's forward pass without autocast."""
     with torch.autocast(input_ids.device.type, enabled=False):
         return forward(input_ids=input_ids, **options)

@@ -57,8 +57,8 @@ class CorrectionInputs:
 
     @property
     def to_proximal(self) -> Tensor:
-        """Return p_proximal / p_target: [B, T], 1 where masked. Times a weight, it moves that from the target to the
-        proximal point.
+        """Return p_proximal / p_target: [B, T], 1 where masked. A weight that aligns to the target, times this, aligns
+        to the proximal point.
 
         It is 1 also where p_target is 0: no such token is accepted, so it has no weight to move.
         """
@@ -165,7 +165,7 @@ class CorrectionFn(Protocol):
         ...
 
     def measure(self, inputs: CorrectionInputs) -> Mapping[str, Metric]:
-        """Sum over the response tokens of a micro-batch what `apply` needs of a step, by the names of metrics.
+        """Sum over the tokens of a micro-batch the quantities whose totals over a step `apply` needs, named as metrics.
 
         Return {} where `apply` needs only the overlap, which is measured for every correction (`measured`).
         """
@@ -193,7 +193,7 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Sum what a correction measures on a micro-batch, and also the overlap if the correction does not measure it."""
+    """Return the sums of `correction.measure` on a micro-batch, and those of `measure_overlap` if it has left them."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
@@ -226,6 +226,7 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
+        """Return kappa over the tokens of one model, by the suffix of its metrics; "": of all tokens."""
         accepted, z = Mean.named(totals, f"obrs/acceptance{model}"), Mean.named(totals, f"obrs/z{model}")
         return obrs.kappa(accepted.total, z.total).to(device)
 
@@ -234,5 +235,6 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     if inputs.by_policy is None:
         return Kappas(quotient(""))
 
+    # A rollout model that sampled no token of the step gets the policy's kappa.
     policy_kappa, count = quotient("_by_policy"), Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)
     return Kappas(torch.where(count > 0, quotient("_by_rollout_model"), policy_kappa), policy_kappa)

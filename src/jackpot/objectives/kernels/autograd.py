@@ -213,7 +213,7 @@ class _TilePlan(NamedTuple):
                 KL; None for 0.
             saved_values: the values of the entropies and the reverse KL, which their gradients contain.
         """
-        # The logits were divided by the temperature, which their gradients are then divided by too.
+        # Logits are divided by the temperature, so every gradient of what they were before contains 1 / temperature.
         to = [None if grad is None else grad / self.temperature for grad in grads]
         if not self.moments:
             return [coefficients_of(to_log_probs) for to_log_probs in to]

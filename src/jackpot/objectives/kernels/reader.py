@@ -70,7 +70,7 @@ class TileGradient(NamedTuple):
 class TileReader(Protocol):
     """The interface of a class that computes sums and gradients from tiles of logits.
 
-    Every method turns the products of a raw tile into logits (`finish`), in the memory of the tile.
+    `read` turns the products of a raw tile into logits (`finish`), in the memory of the tile; other methods may do so.
     """
 
     name: str

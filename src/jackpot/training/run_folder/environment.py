@@ -1,6 +1,6 @@
 """The file environment.json, which records program, packages and machine of each start of a run, and its threads.
 
-A start that differs from the one before can so be reported, and a continued run keeps its number of threads.
+From the file a start reports what differs from the start before, and a continued run keeps its number of threads.
 """
 
 import json
@@ -92,6 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
+    """Return the versions of program and packages, and the machine, of this process."""
     import torch
     import transformers
 

@@ -93,10 +93,10 @@ Measure = Literal["accuracy", "reward"]
 
 
 def measure_of(values: Mapping[str, Any]) -> Measure | None:
-    """Return by what an evaluation ranks models: accuracy, or mean reward where the task has no verdict.
+    """Return the measure by which an evaluation ranks models: the accuracy or, for a task without verdicts, the reward.
 
     Args:
-        values: metrics of an iteration by name. Without an evaluation among them, None is returned.
+        values: metrics of an iteration by name; without those of an evaluation, None is returned.
     """
     return next((name for name in get_args(Measure) if values.get(f"eval/policy_{name}") is not None), None)
 
@@ -173,6 +173,11 @@ class RunFolder:
             self._check_checkpoints(before, finished)
 
     def _check_settings(self, before: Config, config: Config, finished: int) -> None:
+        """Refuse settings that differ from the run's (`before`) where they may not change, and list them.
+
+        Args:
+            finished: number of finished iterations, below which `iterations` may not go.
+        """
         refused = [str(change) for change in fixed_changes(Config, settings_of(before), settings_of(config))]
         if before.iterations != config.iterations:
             change = str(Change("iterations", before.iterations, config.iterations))
@@ -190,9 +195,9 @@ class RunFolder:
     def _check_checkpoints(self, before: Config, finished: int) -> None:
         """Refuse a run with finished iterations and no checkpoint, unless no checkpoint was ever written.
 
-        None was written if a kill came before the first was due, or if all that were due failed. A checkpoint that
-        failed is tried again an iteration later, so that then as many failed as iterations followed. A missing folder
-        of checkpoints was removed, since `start` makes it.
+        No checkpoint was written if a kill came before the first one was due, or if every attempt failed. A failed
+        checkpoint is tried again an iteration later, so that since the first was due there are as many failures as
+        iterations. A folder of checkpoints that is missing was removed by someone, since `start` makes it.
         """
         lines = self.read("metrics.jsonl")
         # A checkpoint is due at the first evaluation in training too, because its policy is the best so far.
@@ -306,6 +311,7 @@ class RunFolder:
         """Keep the complete lines of a file up to `iteration`; the others go to superseded/ first."""
 
         def stays(text: bytes) -> bool:
+            """Tell whether a line is complete and of an iteration up to `iteration`."""
             return (line := _parsed(text)) is not None and line["iteration"] <= iteration
 
         path = self.path / name
@@ -436,6 +442,7 @@ class RunFolder:
         write_whole(path, text.encode())
 
     def _is_in_place(self) -> bool:
+        """Tell whether the folder's .lock is still the file that this process has locked."""
         try:
             path = (self.path / ".lock").stat()
             return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), path)
@@ -443,6 +450,7 @@ class RunFolder:
             return self._lock is None
 
     def _append(self, name: str, record: bytes) -> None:
+        """Append a record to a file of the folder; on a full disk keep it in memory, and warn the first time."""
         if not self._is_in_place():
             return  # the folder may belong to another run; `check_in_place` ends this one
         file = self._appended.setdefault(name, AppendedFile(self.path / name))
@@ -455,10 +463,12 @@ class RunFolder:
 
 
 def _json_line(line: Mapping[str, Any]) -> bytes:
+    """Return a line of a .jsonl file as bytes."""
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
 def _lines(path: Path) -> list[bytes]:
+    """Read the lines of a file, with their line ends; none where there is no file."""
     if not path.exists():
         return []
     try:
