@@ -14,7 +14,7 @@ POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
 
 
 def band_names(starts: Sequence[float]) -> list[str]:
-    """Name each band: where all starts are ints, by its first and last number (`4-15`), else by its ends (`0.1-1`).
+    """Return the names of the bands with the given starts: `4-15`, both included, for ints; else `0.1-1`.
 
     >>> band_names((0, 1, 4, 16))
     ['0', '1-3', '4-15', '16-up']

@@ -25,7 +25,7 @@ class Seconds(NamedTuple):
     processor: float = 0.0  # processor time of all threads of this process, seconds
 
     def plus(self, seconds: "Seconds", times: float = 1.0) -> "Seconds":
-        """Return this time plus `times` times another time."""
+        """Return the sum of this time and of another time that is multiplied by `times`."""
         return Seconds(self.wall + times * seconds.wall, self.processor + times * seconds.processor)
 
 

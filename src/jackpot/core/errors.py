@@ -42,7 +42,7 @@ class RankError(JackpotError, RuntimeError):
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
-    """Build the message about a name that does not exist; it lists the valid names and suggests the closest of them.
+    """Build the message about a name that does not exist, with the valid names and the closest of them.
 
     >>> unknown_name("arm", "obsr", ["obrs", "tis"])
     "unknown arm 'obsr'; did you mean 'obrs'? Valid: obrs, tis"

@@ -62,7 +62,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Return the size of a file in bytes, and its SHA-256 in hexadecimal digits, by these names: "size", "sha256"."""
+    """Return {"size": bytes of a file, "sha256": its SHA-256 in hexadecimal digits}."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -126,7 +126,7 @@ def checkpoint_error_in(folder: Path) -> Generator[None]:
 
 
 def hold_lock(path: Path) -> IO[str]:
-    """Open the file `path` and lock it until it is closed or the process ends; its content names this process.
+    """Open the file `path`, lock it until it is closed or this process ends, and write this process's name into it.
 
     Some file systems, such as NFS and Lustre, may be without locks. There the file's modification time is a lease: its
     owner renews the lease, and a start that finds the file waits LEASE_SECONDS to see whether it is renewed.
@@ -175,7 +175,7 @@ def _in_use(file: IO[str], path: Path) -> CheckpointError:
 
 
 def _renew(file: IO[str], path: Path, owner: str) -> None:
-    """Renew a lease until its file is closed; end this process if another process has taken the lease over."""
+    """Renew the lease `path` until its file is closed; kill this process if another process has taken the lease."""
     while not file.closed:
         with suppress(OSError):  # a file server that does not answer for a moment
             if path.read_text() != owner:

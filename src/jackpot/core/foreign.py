@@ -80,7 +80,7 @@ class Expansion:
     """A count of the bytes that come out of a compressed file, with a limit that no honest file reaches.
 
     Args:
-        path: of the compressed file.
+        path: path of the compressed file.
         times: the limit, as a multiple of the file's size; never less than ALWAYS_EXPANDED bytes.
     """
 

@@ -279,7 +279,7 @@ _SCALE, _LIMIT = 1e-4, 40.0
 _WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # width of a bin, in the u of `Histogram`
 
 Kind = TypeVar("Kind", bound=Metric)
-Means = dict[str, Mean]  # by the metrics' names
+Means = dict[str, Mean]  # metrics by their names, as `Sums` too
 Sums = dict[str, Metric]
 
 
@@ -328,7 +328,7 @@ def add_sums(*metric_sets: Mapping[str, Kind]) -> dict[str, Kind]:
 
 
 def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
-    """Return the sums over all ranks, in one message; `sums` itself without torch.distributed.
+    """Add up the metrics `sums` of all ranks, in one message; without torch.distributed return `sums` itself.
 
     Every rank must hold the same names, on the same type of device. Where the ranks have NCCL alone, metrics on the CPU
     are sent by way of this rank's GPU.
@@ -388,7 +388,7 @@ def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _Layout(NamedTuple, Generic[Kind]):
     """The order of metrics' fields in a row of L numbers: histograms, then sums, maxima, and logs of sums."""
 
-    classes: dict[str, type[Kind]]  # of the metrics, by name
+    classes: dict[str, type[Kind]]  # class of each metric, by the metric's name
     fields: list[tuple[str, int]]  # the metric's name and the field's index in it, in the order of the row
     sizes: list[int]  # how many numbers are added (each histogram has `_BINS`), are maxima, and are logs of sums
     histograms: int  # how many fields are histograms
@@ -404,7 +404,7 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
 
 
 def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
-    """Write all fields into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
+    """Write the fields of all metrics into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
     entries = {name: tuple(entry) for name, entry in sums.items()}
     any_field = next(iter(entries.values()))[0]
 

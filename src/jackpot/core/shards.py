@@ -53,7 +53,7 @@ def part_like(source: Any, like: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's part of each tensor, as `local` does."""
+    """Return this rank's part of each tensor; a plain tensor is returned as it is."""
     return [local(tensor) for tensor in tensors]
 
 

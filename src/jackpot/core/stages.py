@@ -11,7 +11,7 @@ _LOG = logging.getLogger("jackpot.stages")
 
 
 def stage(text: str) -> None:
-    """Say what begins now, in words such as "loading the policy"."""
+    """Log what this process begins now, in words such as "loading the policy"."""
     _LOG.info("%s", text)
 
 
@@ -20,6 +20,7 @@ def listening(show: Callable[[str], None]) -> Generator[None]:
     """Call `show` with the text of every stage that begins within the block, in the thread that begins the stage."""
 
     def show_message(record: logging.LogRecord) -> bool:
+        """Show a logged stage; as a filter, keep its message."""
         show(record.getMessage())
         return True  # this filter drops no message: others listen too
 

@@ -93,7 +93,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 class GatedProduct(torch.autograd.Function):
-    """The product (silu(gate) * up) W^T, [..., I] and W [H, I] -> [..., H], in the dtype of gate and up.
+    """The product (silu(gate) * up) W^T of gate and up [..., I] and W [H, I]: [..., H], in the dtype of gate and up.
 
     Backward forms the first factor again; the gradient of W is summed in float32.
     """
@@ -113,6 +113,7 @@ class GatedProduct(torch.autograd.Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of gate, up and W from `grad`, the gradient of the product, [..., H]."""
         gate, up, weight = ctx.saved_tensors
         gates, ups = _rows(gate), _rows(up)
         grads, matrix = _rows(grad), weight.to(gate.dtype)
@@ -145,6 +146,7 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Rotate the gradient back: the transpose of a rotation has the opposite angle."""
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
         return _rotated(grad, cos, sin[..., half:], -sin[..., :half]), None, None
@@ -251,7 +253,7 @@ def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Tell whether a module's forward takes one tensor and nothing else, such as a gate."""
+    """Tell whether a module's forward has one argument alone; some norms also take a gate."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
@@ -299,7 +301,7 @@ def _rotate(
 
 
 def _random_inputs(*shape: int) -> Tensor:
-    """Return random numbers in rows of two sizes: sums of squares are far above a norm's epsilon, or near it."""
+    """Return random numbers [shape], every second row 1000 times smaller, so that a norm's epsilon matters there."""
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     inputs[::2] *= 1e-3
     return inputs

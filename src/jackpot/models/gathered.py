@@ -67,7 +67,7 @@ class Gathered(nn.Module):
 
 
 def check_layers(name: str, model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers of a model, which are sharded one by one.
+    """Return the layers of a model, which `shard` shards one by one.
 
     Raises:
         ModelError: the model has none.

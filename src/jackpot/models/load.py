@@ -37,7 +37,7 @@ from jackpot.models.hub import ADVICE, REMEDIES, resolve_path, stays_local
 from jackpot.models.published import is_from_table, published_config
 
 ALIGNMENT = 64  # bytes; the address of a tensor that torch makes is a multiple of them
-MOST_LAYERS = 1_000  # of a model; published models have up to 130
+MOST_LAYERS = 1_000  # most layers of a model; published models have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
@@ -79,7 +79,7 @@ def load_value_model(
     The folder of a language model will do: its critic gets a new head of zeros.
 
     Args:
-        device: as in `load_model`.
+        device: device of the weights, as in `load_model`.
 
     Raises:
         ModelError: as `load_model`, or an architecture without token classification.

@@ -29,7 +29,7 @@ _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions"
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the number of tokens that a query of each layer attends to, itself included; None for all up to it."""
+    """Return for each layer the sliding window, in tokens and with the query's own; None for full causal attention."""
     layers = DynamicCache(config=config).layers
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
@@ -44,7 +44,7 @@ class AttentionPlan:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     def window(self, layer: int, passed_window: int | None) -> int | None:
-        """Return the number of tokens that a query of a layer attends to, itself included; None for all up to it.
+        """Return the sliding window of a layer, in tokens and with the query's own; None for full causal attention.
 
         Args:
             layer: the index of the layer.
@@ -61,8 +61,8 @@ class AttentionPlan:
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the mask of every block, [masks, 1, queries, keys], to be added to the scores; None for plain causal
-        attention. Masks are made once for all layers."""
+        """Return the mask of every block, [masks, 1, queries, keys], to be added to the attention scores; None for a
+        block with plain causal attention. Masks are made once for all layers."""
         if (window, dtype) not in self._masks:
             positions = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
             self._masks[window, dtype] = [
@@ -286,7 +286,7 @@ def replaces_attention(model: PreTrainedModel) -> bool:
 
 
 class AttentionSet(AbstractContextManager):
-    """A context in which a model uses another attention function; afterwards it has its former one again.
+    """A context in which the config of a model names another attention function, and afterwards the former one again.
 
     A context may be entered many times, one after the other.
     """

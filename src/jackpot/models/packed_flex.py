@@ -73,7 +73,11 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the True entries of each row, [1, 1, rows], and sort its columns, True ones first, [1, 1, rows, rows]."""
+    """Count the True entries of each row, [1, 1, rows], and list its columns, True ones first, [1, 1, rows, rows].
+
+    Args:
+        blocks: [rows, rows] bool.
+    """
     columns = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
@@ -110,6 +114,6 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
 
 def _row(tokens: int, device: torch.device) -> PackedRow:
-    """Return a row of one prompt; the fields that `block_mask` reads are on the device."""
+    """Return a packed row of one prompt; the fields of it that `block_mask` reads are on `device`."""
     row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])
     return replace(row, positions=row.positions.to(device), cu_queries=row.cu_queries.to(device))

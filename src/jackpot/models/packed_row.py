@@ -47,8 +47,8 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
     sequences: list[_Sequence] = []
     pieces, positions = [], []  # token ids of the row, and their positions
     total = 0  # tokens of the row so far
-    # The last token of the response's prompt, and its own first token.
-    prompt_ends, starts = [0] * len(responses), [0] * len(responses)  # of each response: indices of tokens
+    # For each response, the index in the row of its prompt's last token, and that of its own first token.
+    prompt_ends, starts = [0] * len(responses), [0] * len(responses)
 
     for prompt, answers in zip(prompts, members, strict=True):
         first, size = total, len(prompt)

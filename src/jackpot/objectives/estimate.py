@@ -100,7 +100,11 @@ def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
 def _policy_scores(
     policy_logits: Tensor | None, hidden_states: Tensor | None, head: nn.Linear | None
 ) -> tuple[str, Tensor]:
-    """Return what the policy's distribution is computed from, and its name among the arguments of `estimate_z`."""
+    """Return the name and the tensor of the argument of `estimate_z` that gives the policy's distribution.
+
+    Raises:
+        DataError: none or both of the two forms are given.
+    """
     if policy_logits is not None and hidden_states is None and head is None:
         return "policy_logits", policy_logits
     if policy_logits is None and hidden_states is not None and head is not None:
@@ -139,7 +143,7 @@ def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, he
 def _read_policy(
     scores: Tensor, head: nn.Linear | None, ids: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy's log-probs at `ids`, its K most probable ids, and its log-probs at those: [..., K] each.
+    """Return the policy's log-probs at `ids`, the policy's K most probable ids, and their log-probs: [..., K] each.
 
     Args:
         scores: logits without a `head`, else hidden states.

@@ -137,7 +137,7 @@ class PolicyTerms:
     clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
 
     def detach(self) -> "PolicyTerms":
-        """Return the terms without their graph."""
+        """Return the terms without autograd's graph, so that they keep no activations."""
         return replace(self, surrogate=self.surrogate.detach(), regularizer=self.regularizer.detach())
 
 

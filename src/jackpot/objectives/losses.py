@@ -26,7 +26,7 @@ def clipped_surrogate(
         log_probs: [B, T] current policy, carries the gradient; nats.
         proximal_log_probs: [B, T] detached.
         advantages: [B, T] detached.
-        clip_low, clip_high: at least 0; math.inf for no clip.
+        clip_low, clip_high: widths of the band around 1 that r is clipped to, at least 0; math.inf for no clip.
     """
     return _clipped((log_probs - proximal_log_probs.detach()).exp(), advantages, clip_low, clip_high)
 
@@ -202,7 +202,7 @@ DISTILLATIONS: dict[str, Distillation] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return (log p - log p_reference)^2 / 2 of sampled tokens; its gradient is the KL's if the policy sampled them."""
+    """Return (log p - log p_reference)^2 / 2 of sampled tokens, whose expected gradient under p is that of the KL."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 

@@ -210,7 +210,7 @@ def log_lam(lam: float | Tensor) -> float | Tensor:
 
 
 def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
-    """Return True where an id [..., K'] is none of those `listed`, [..., K]: bool [..., K']."""
+    """Return True where an id of `ids` [..., K'] is not among the ids `listed`, [..., K]: bool [..., K']."""
     ids, listed = ids.int(), listed.int()
     missing = torch.ones_like(ids, dtype=torch.bool)
     for listed_id in listed.unbind(-1):  # one by one: a tensor [..., K', K] would be large
@@ -219,7 +219,7 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound the kept mass of tokens of unknown p_inf, [...]: none has a larger p_inf than the least one listed."""
+    """Bound the kept mass of the tokens whose p_inf is unknown: [...]. No such p_inf exceeds the least listed one."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
     kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
@@ -232,5 +232,5 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
 
 
 def _like(value: float | Tensor, tensor: Tensor) -> Tensor:
-    """Return a value as a tensor like `tensor`, created on its device, since a copy would wait for the device."""
+    """Return a value in the dtype and on the device of `tensor`; a number is created there, since a copy would wait."""
     return value.to(tensor) if isinstance(value, Tensor) else tensor.new_full((), value)

@@ -26,7 +26,7 @@ _SIGNS = {  # what is wrong and what to do, by sign
     "them from float32 logits, logits.float().log_softmax(-1)",
 }
 _WARNED = ("swapped", "rounded")  # signs that made-up tensors or inexact ones may show too: no errors
-_ROUNDING = 0.01  # by how much rounding may raise a log-prob above 0, and Z above its bound
+_ROUNDING = 0.01  # most by which rounding may raise a log-prob above 0, and Z above its bound
 
 _Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the event of their arrival
 _pending: list[_Copied] = []  # signs of one call on their way from a GPU, or empty

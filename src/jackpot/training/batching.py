@@ -40,7 +40,7 @@ def mini_batches(
     Args:
         mini_batch_size: number of sequences in one optimizer step; divides the number of rollouts.
         micro_batch_tokens: most tokens in one micro-batch, where the prompt counts for each response.
-        pads: as in `micro_batches`.
+        pads: True where some model cannot read a micro-batch without padding (`can_pack`).
     """
     for epoch in range(epochs):
         order = list(samples)
@@ -240,7 +240,7 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
 
 
 def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
-    """Mark the tokens that were sampled with the weights of `version` of the model that sampled them: [B, T] bool."""
+    """Mark the tokens whose model sampled them with its weights of `version`: [B, T] bool."""
     by_rollout_model = batch.versions[..., 1] == version.rollout_model
     if batch.by_policy is None:
         return by_rollout_model

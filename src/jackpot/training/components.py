@@ -50,7 +50,7 @@ class RunComponents:
         return {"policy": self.policy_engine, "rollout_model": self.engine}
 
     def next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return, by model, the engines that generate rollouts after `iteration`, and so need its new weights."""
+        """Return, by model, the engines that generate rollouts after `iteration`, and so need the weights after it."""
         roles = self.config.writers(iteration + 1, iteration + 1 + self.config.batch.ahead)
         # The rollout model drafts tokens for the policy's rollouts, so its engine needs weights for these too.
         drafts = self.config.draft is not None and "policy" in roles

@@ -307,7 +307,7 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
     """Return the mean |p_engine - p_training| over the sampled tokens of rollouts; NaN without rollouts.
 
     Args:
-        scores: by rollout uid, [T, 1 + K] log-probs as training computes them (`Learner.score`).
+        scores: training's log-probs of tokens and top-k lists (`Learner.score`), [T, 1 + K] by rollout uid.
     """
     gaps = [_differences(rollout, rollout.rollout_log_probs, scores[rollout.uid][:, 0]) for rollout in rollouts]
     return float(torch.cat(gaps).mean()) if gaps else math.nan
@@ -337,13 +337,13 @@ def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
 
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the first rollouts of a batch, up to the one with which they have CHECKED_TOKENS sampled tokens."""
+    """Return the first rollouts of a batch, as many as it takes to have CHECKED_TOKENS sampled tokens."""
     tokens_before = accumulate((int(rollout.sampled_mask.sum()) for rollout in rollouts), initial=0)
     return [rollout for rollout, tokens in zip(rollouts, tokens_before, strict=False) if tokens < CHECKED_TOKENS]
 
 
 def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
-    """Return the beginnings of up to QUICK_ROLLOUTS rollouts, one from each of as many equal parts of the batch.
+    """Cut a batch into up to QUICK_ROLLOUTS equal parts, choose a rollout of each, and return their first tokens.
 
     The seed chooses the rollout of each part, because at equal distances all could come from one of several servers
     that take turns. A small batch gives fewer rollouts, since each is read with its prompt: scoring 16 of 64 short

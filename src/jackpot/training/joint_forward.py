@@ -138,6 +138,7 @@ class JointForward:
         """Run the policy alone over a batch; return log-probs of the tokens, [B, T] with gradient, 0 where masked."""
 
         def log_probs() -> Tensor:
+            """Compute the log-probs of the N sampled tokens, [N]."""
             hidden, temperature = response_hidden(self._models["policy"], batch), self._options.temperature
             if self._options.on_support:
                 return scores_on_support(self._head.heads(hidden, None)[0], batch, temperature)[0]
@@ -178,7 +179,7 @@ class JointForward:
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
-        """Do what `outputs` says, within `run`."""
+        """Run the backbones and the joint head as `outputs` says, in the precision of `run` and on gathered weights."""
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self.runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))

@@ -273,7 +273,7 @@ class JointLearner(Learner):
             on_host: tokens of the micro-batch, on the CPU.
             micro: the micro-batch, on the device.
             known: totals of the step, as far as they are known.
-            trace: as in `train`.
+            trace: whether to return per-token columns, and how the rollout model's gradient splits.
         """
         batch = micro.tokens
         outputs = self._forward.outputs(batch, micro.old, is_trained=True)

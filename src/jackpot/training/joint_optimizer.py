@@ -252,7 +252,7 @@ _SPLIT = "rollout_model/split"
 
 
 def split_numbers(sums: Sums) -> Sums:
-    """Remove the sums of `GradientSplit` from the sums of an optimizer step, and return the metrics they give.
+    """Remove the sums of `GradientSplit` from the sums of an optimizer step, and return the metrics made from them.
 
     The metrics are the norms of both parts, over the denominator of the step, and the cosine between the parts, which
     is left out where a part is 0. Without sums of `GradientSplit` there are no metrics.
@@ -277,7 +277,7 @@ LARGEST_ERROR = 0.2  # largest relative error that one step of the control react
 
 
 def next_distill_weight(control: DistillControlConfig, weight: float, *, kl: float, acceptance: float) -> float:
-    """Return the weight of distillation for the next step, by what was measured in this step.
+    """Return the weight of distillation for the next step, from the KL or the acceptance that this step measured.
 
     The weight changes by the factor
 

@@ -96,7 +96,7 @@ class StepTotals:
         return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Keep the totals that `state_dict` returned before, for the next step."""
         kinds = {kind.__name__: kind for kind in Metric.__subclasses__()}
         self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}
 
@@ -263,7 +263,7 @@ class KappaRepair:
 
 
 def _delta(final_weights: Tensor, used_weights: Tensor) -> Tensor:
-    """Return the difference of the weights, or 0 where they differ by rounding alone: [B, T]."""
+    """Return final minus used weights, or 0 where the two differ by rounding alone: [B, T]."""
     delta = final_weights - used_weights
     return torch.where(delta.abs() > ROUNDING * final_weights.abs(), delta, 0.0)
 
@@ -281,7 +281,7 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
         rank whether it is chosen. As few sequences as possible are chosen.
     """
     squares = torch.cat([errors.double().sum(-1).square() for errors in token_errors])
-    ascending = all_gather(squares).sort().values  # of the sequences of all ranks
+    ascending = all_gather(squares).sort().values  # squared errors of the sequences of all ranks
     norm = sum((pass_norms.double().square().sum() for pass_norms in norms), start=squares.new_zeros(()))
     unit = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
 

@@ -37,7 +37,7 @@ Evaluations = Sequence[tuple[int, float]]  # (iteration, accuracy of the policy)
 
 
 class Fall(NamedTuple):
-    """A fall of a policy's accuracy: when it was, and from what to what."""
+    """A fall of a policy's accuracy: its iteration, and the accuracy before and after."""
 
     iteration: int  # iteration of the first low evaluation
     accuracy: float  # accuracy in that evaluation

@@ -55,7 +55,7 @@ class OldPolicySnapshot:
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
     def fetch(self, batches: Iterable[TokenBatch]) -> None:
-        """Copy all stored rows to all ranks, if any rank lacks a row for its own `batches`."""
+        """Copy the log-probs that each rank has stored to all ranks, if a rank lacks any for its own `batches`."""
         needed = _keys(uid for batch in batches for uid in batch.uids).tolist()
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return

@@ -223,7 +223,7 @@ class LedLearner(Learner):
         result, *replies = self._all("train", arguments)
 
         replies.insert(0, _rows_of(result))
-        traces = zip(*(reply["traces"] for reply in replies), strict=True)  # of each step, from all ranks
+        traces = zip(*(reply["traces"] for reply in replies), strict=True)  # for each step, the traces of every rank
         steps = [replace(step, traces=_merged(rows)) for step, rows in zip(result.steps, traces, strict=True)]
         return TrainResult(steps, _merged(reply["engine_gaps"] for reply in replies))
 
@@ -259,7 +259,7 @@ class LedLearner(Learner):
         return self._learner.state_dict()
 
     def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **arguments: Any) -> dict[str, Tensor]:
-        """Have each rank do a command on its share of the batches, and join the results, which are by rollout uid."""
+        """Have each rank carry out a command on its share of the batches, and join the results by rollout uid."""
         shares = deal(batches, self._ranks.size)
         return _merged(self._all(name, [{"batches": share} | arguments for share in shares]))
 
@@ -285,6 +285,7 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
     learner: list[JointLearner] = []  # this rank's learner; empty until the first command `build`
 
     def do(name: str, arguments: dict[str, Any]) -> Any:
+        """Carry out one command, and return the reply to rank 0."""
         if name == "build":
             learner.clear()  # frees the models before the next learner loads its own
             learner.append(build(arguments))
@@ -322,7 +323,7 @@ _REPLIED = {"score", "values", "save"}  # commands whose whole result rank 0 nee
 
 
 def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join dicts by rollout uid into one."""
+    """Join the dicts of all ranks, which are by rollout uid or by file, into one dict."""
     return {uid: row for share in rows for uid, row in share.items()}
 
 

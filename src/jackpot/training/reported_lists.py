@@ -28,7 +28,7 @@ ROUNDING = 1e-5  # largest total variation that rounding makes between sampled a
 
 
 class ReportedLists(NamedTuple):
-    """The report of an engine about sampled tokens: the tokens with their top-k lists."""
+    """What an engine reported of N sampled tokens: their ids, and the top-k list at each token's position."""
 
     token_ids: Tensor  # [N] int64, as drawn
     top_ids: Tensor  # [N, K] int64, most probable first
@@ -241,9 +241,8 @@ class SamplingEvidence:
 
 def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
     """Return the logs of the factors of the bets on equal responses, summed over the responses: [shares]."""
-    before: dict[
-        tuple[str, tuple[int, ...]], dict[bytes, float]
-    ] = {}  # by prompt: earlier responses with their probabilities
+    # For each prompt, its earlier responses (bytes of the token ids) with their probabilities.
+    before: dict[tuple[str, tuple[int, ...]], dict[bytes, float]] = {}
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
 
     for rollout in rollouts:
@@ -251,6 +250,7 @@ def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
         response = rollout.token_ids.numpy().tobytes()
         if earlier:
             chance = min(1.0, sum(earlier.values()))
+            # The log of 1 - b, or of 1 - b + b / p for a copy, for each share b.
             logs += torch.tensor(
                 [math.log(1.0 - bet + (bet / max(chance, 1e-300) if response in earlier else 0.0)) for bet in REPEATS]
             )

@@ -171,7 +171,7 @@ class Trainer:
                 check.check_gaps(self._components.writers[role], sampled, gaps, iteration)
 
     def _rest(self) -> None:
-        """Put to sleep new engines that will get weights before they generate anything."""
+        """Put new engines to sleep, except those that generate rollouts before they are sent other weights."""
         waiting = {self._components.engine, self._components.policy_engine}
         for engine in waiting.difference(self._next_writers(self.iteration).values()):
             engine.sleep()

@@ -107,7 +107,7 @@ class CodedWeights(NamedTuple):
         return SCHEMES[self.quantization]
 
     def are_in(self, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Tell whether any tensor has codes; then all tensors are sent in the dtypes that they have."""
+        """Tell whether any of the tensors holds codes; if so, no tensor is cast before it is sent."""
         return any(tensor.dtype == self.scheme.weights.codes for _, tensor in tensors)
 
     def shapes(self, weight_shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
@@ -121,7 +121,7 @@ class CodedWeights(NamedTuple):
 
 
 def scales_suffix(scheme: Scheme) -> str:
-    """Return what is appended to the name of a weight for the name of its scales."""
+    """Return the suffix by which the name of a weight becomes the name of the weight's scales."""
     return "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
 
 

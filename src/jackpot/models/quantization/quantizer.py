@@ -180,7 +180,7 @@ class Scheme:
     """The formats in which a linear layer computes. Both matrices are [rows, features in]."""
 
     weights: Grid
-    activations: Grid | None  # of the activations of each token; None: not quantized, and weights are dequantized first
+    activations: Grid | None  # None: activations are not quantized, and weights are dequantized before the product
 
 
 INT8_ROWS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature or token

@@ -64,6 +64,7 @@ class CodedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of X and W from `grad`, the gradient of the product, [M, N]."""
         row_codes, row_scales, weight_codes, weight_scales = ctx.saved_tensors
         rows_grid, weight_grid = ctx.grids
         rows, weight = Quantized(row_codes, row_scales, rows_grid), Quantized(weight_codes, weight_scales, weight_grid)
@@ -85,7 +86,7 @@ class CodedProduct(torch.autograd.Function):
 
 
 class CodedLinear(nn.Linear):
-    """A linear layer whose weight is trained through codes; it replaces an `nn.Linear` and has its parameters' names.
+    """A linear layer whose weight is trained through codes, in place of an `nn.Linear` with the same parameters.
 
     Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what
     it computes in the engine. Weights stay float32, and get a gradient as if rounding were the identity. The bias is
@@ -114,7 +115,7 @@ class CodedLinear(nn.Linear):
         return self.multiply(inputs, self.weight)
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Do as `forward` with another weight, [N, K], such as one into which an adapter is merged."""
+        """Do what `forward` does with another weight, [N, K], such as a weight into which an adapter is merged."""
         device = inputs.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
 
@@ -229,7 +230,7 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
 
 
 def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any) -> Tensor:
-    """Look rows up in a float32 table and round them, as if the table were rounded; its gradient adds up in float32."""
+    """Look rows up in an embedding's float32 table and round the rows; the table's gradient adds up in float32."""
     return forward(*args).to(dtype)
 
 

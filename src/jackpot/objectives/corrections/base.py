@@ -31,7 +31,7 @@ class CorrectionInputs:
     proximal_log_probs: Tensor  # log-probs of the point that PPO's ratio is taken from
     response_mask: Tensor  # bool, True where the rollout model sampled the token
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
-    advantages: Tensor  # of the policy; only corrections in `signed` read them, and those read their sign alone
+    advantages: Tensor  # the policy's advantages; only corrections in `signed` read them, and only their signs
     z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
     lam: Tensor | None = None  # lam of each token, where a budget chooses it, and also Z's; None: the correction's lam
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
@@ -193,7 +193,7 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Return the sums of `correction.measure` on a micro-batch, and those of `measure_overlap` if it has left them."""
+    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` if they are missing."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
@@ -226,7 +226,7 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
-        """Return kappa over the tokens of one model, by the suffix of its metrics; "": of all tokens."""
+        """Return sum a / sum Z over the tokens of one model, given as a suffix of metrics; "" for all tokens."""
         accepted, z = Mean.named(totals, f"obrs/acceptance{model}"), Mean.named(totals, f"obrs/z{model}")
         return obrs.kappa(accepted.total, z.total).to(device)
 

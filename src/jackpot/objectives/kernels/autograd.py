@@ -144,7 +144,7 @@ def tiled_heads(
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
-    """Tell of each head whether forward keeps its logits for backward.
+    """Return for each head whether forward keeps the head's logits for backward.
 
     All logits that backward may read are kept, or none where they exceed `logits_memory` together.
     """
@@ -166,11 +166,11 @@ class _TilePlan(NamedTuple):
     temperature: float
     lam: float | None  # None: no exact Z
     num_top: int  # K
-    blocks: tuple[slice, ...]  # of positions
-    tiles: tuple[slice, ...]  # of tokens
-    soft_caps: tuple[float | None, ...]  # of each head
+    blocks: tuple[slice, ...]  # slices of the N positions
+    tiles: tuple[slice, ...]  # slices of the V tokens of the vocabulary
+    soft_caps: tuple[float | None, ...]  # soft cap of each head; None: no cap
     operand_dtypes: tuple[torch.dtype, ...]  # that hidden states and weight are cast to, of each head
-    dtype: torch.dtype  # of the logits and of all sums
+    dtype: torch.dtype  # dtype of the logits and of all sums
 
     @property
     def is_pair(self) -> bool:
@@ -209,8 +209,8 @@ class _TilePlan(NamedTuple):
         """Return the coefficients of the gradient of each head's logits; None for a head without gradient.
 
         Args:
-            grads: of the outputs in the order of `tiled_heads`: log-probs and entropy of each head, forward and reverse
-                KL; None for 0.
+            grads: gradients of the outputs in the order of `tiled_heads`: log-probs and entropy of each head, forward
+                and reverse KL; None for 0.
             saved_values: the values of the entropies and the reverse KL, which their gradients contain.
         """
         # Logits are divided by the temperature, so every gradient of what they were before contains 1 / temperature.
@@ -257,6 +257,11 @@ class _TiledHeads(torch.autograd.Function):
     def forward(
         ctx: _Context, plan: _TilePlan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """Compute the outputs of `tiled_heads`, those with a gradient first.
+
+        Args:
+            tensors: hidden, weight and bias of each head in turn; None for no bias.
+        """
         wanted = torch.cat((ids[:, None], gather_ids), dim=1)
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
             kept_tiles: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
@@ -285,6 +290,7 @@ class _TiledHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of hidden, weight and bias of each head; `grads` are those of forward's outputs."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
 

@@ -86,7 +86,7 @@ def backward_tiles(
         reader: reader that differentiates the tiles.
         heads, logsumexps, coefficients, grads: an entry for each head; a logsumexp is [N].
     """
-    trained = {  # by the index of the head
+    trained = {  # coefficients of the heads that need a gradient, by the head's index
         i: head_coefficients
         for i, (head_coefficients, grad) in enumerate(zip(coefficients, grads, strict=True))
         if head_coefficients is not None and grad.is_needed
@@ -105,7 +105,7 @@ def backward_tiles(
 
         for rows in blocks:
             logits = {i: heads[i].tile(rows) for i in heads_read}
-            gradients = {  # with memory, which `differentiate` fills
+            gradients = {  # coefficients, and the memory that `differentiate` will fill
                 i: TileGradient(head_coefficients.at(rows), heads[i].gradient_tile(logits[i]))
                 for i, head_coefficients in trained.items()
             }

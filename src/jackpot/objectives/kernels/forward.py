@@ -25,7 +25,7 @@ from jackpot.objectives.kernels.topk import RunningTopK
 
 
 def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSums]:
-    """Add the sums of the next tile, of each head, to the sums of the tiles before it; [C] each."""
+    """Add each head's sums over the next tile (`added`) to its sums over the tiles before (`before`); [C] each."""
     maxima = [torch.maximum(old.row_max, new.row_max) for old, new in zip(before, added, strict=True)]
     return [
         TileSums(
@@ -95,7 +95,7 @@ class PositionBlock:
         self._z: Tensor | None = None  # [C] the exact Z of the tiles so far
 
     def update(self, columns: slice) -> None:
-        """Form the logits of this tile, whose tokens the heads have selected, and update every output from them."""
+        """Form the logits of the tokens `columns`, which the heads have selected, and update every output from them."""
         tiles = [head.tile(self._rows) for head in self._heads]
         sums = self._reader.read(tiles, self._num_top > 0, self._moments)
         logits = [tile.logits for tile in tiles]

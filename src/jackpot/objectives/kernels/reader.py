@@ -127,7 +127,7 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         may_mask: whether a logit of each head may be -inf.
     """
     sums: list[TileSums] = []
-    terms: list[tuple[Tensor, Tensor]] = []  # of each head, l - m and its exponential
+    terms: list[tuple[Tensor, Tensor]] = []  # for each head, l - m and e^(l - m), [C, T]
     for head_logits, masks in zip(logits, may_mask, strict=True):
         maxima = block_max(head_logits) if tops else None
         row_max = (head_logits if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
@@ -310,7 +310,12 @@ def _memory(chunk_sums: TileSums, tile: Tile) -> TileSums:
 
 
 def _add_at(gradient: Tensor, columns: Tensor, terms: Tensor) -> None:
-    """Add one of `terms` to each row of the gradient, in the row's column, if that column is inside the tile."""
+    """Add terms[i] to gradient[i, columns[i]] for each row i whose column is inside the tile.
+
+    Args:
+        gradient: [C, T].
+        columns, terms: [C].
+    """
     width = gradient.shape[1]
     terms_inside = torch.where((columns >= 0) & (columns < width), terms, 0.0)
     gradient.scatter_add_(1, columns.clamp(0, width - 1)[:, None], terms_inside[:, None])

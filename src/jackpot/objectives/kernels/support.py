@@ -22,7 +22,7 @@ def support_log_probs(
     """Compute log-probs under a head whose distribution is renormalized on the kept ids of each position.
 
     Args:
-        head: of N positions.
+        head: head over N positions.
         ids: [N] int64, the sampled ids; each belongs to the support, whether it is listed or not.
         support_ids: [N, G] int64, distinct within a position.
         is_kept: [N, G] bool, False for listed ids that are outside of the support.
@@ -51,8 +51,8 @@ def support_log_probs(
 class _Context(FunctionCtx):
     """The context that autograd passes to forward and backward, with the types that torch does not declare."""
 
-    dtype: torch.dtype  # of the products
-    operands: torch.dtype  # that hidden states and weight are rounded to
+    dtype: torch.dtype  # dtype of the products
+    operands: torch.dtype  # dtype to which hidden states and weight are rounded
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 

@@ -127,7 +127,7 @@ class HeadOperands:
         return self._workspace.take(f"{self._name} {name}", shape, self.dtype if dtype is None else dtype)
 
     def tile(self, rows: slice) -> Tile:
-        """Form the logits of these positions and the selected tokens, or return those that forward kept."""
+        """Form the logits of the positions `rows` and the selected tokens, or return the logits that forward kept."""
         key = rows.start, self._columns.start
         known_logits = None if self._kept_tiles is None else self._kept_tiles.get(key)
         logits = self._products(rows) if known_logits is None else known_logits

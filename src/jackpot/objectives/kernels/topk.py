@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # numbers in a block
-_BLOCKS_PER_K = 3  # in a row of fewer than so many times K blocks one level is faster than two (measured on CPU)
+_BLOCKS_PER_K = 3  # a row of fewer than _BLOCKS_PER_K * K blocks is faster in one level than in two (measured on CPU)
 
 
 def block_max(values: Tensor) -> Tensor:

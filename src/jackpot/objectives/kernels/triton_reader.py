@@ -298,7 +298,10 @@ TRITON = TritonReader()
 def _launch(
     kernel: triton.JITFunction[Any], grid: tuple[int, ...], *arguments: Tensor | float, **constants: int
 ) -> None:
-    """Run the programs of a grid; a kernel's annotations say what its body reads, not what it is given here."""
+    """Run a kernel's programs, one for each point of `grid`; none for an empty grid.
+
+    The kernel's annotations are the types in its body; a tensor that is passed here is a pointer there.
+    """
     if grid[0]:
         kernel[grid](*arguments, **constants)
 

@@ -115,7 +115,8 @@ class Checkpoints:
         partial = folder.with_name(folder.name + PARTIAL)
 
         try:
-            if not folder.exists():  # else the checkpoint is complete, and only what comes after the rename failed
+            # A folder that exists is complete: an earlier attempt failed after the rename.
+            if not folder.exists():
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = learner.save(partial, roles)

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Tell whether `jackpot eval` wrote a folder: its config.yaml has the settings of an evaluation, not of a run."""
+    """Tell whether `jackpot eval` wrote a folder, whose config.yaml then has the settings of an evaluation."""
     path = folder / "config.yaml"
     return path.is_file() and b"\nasked:" in read_foreign(path)
 
