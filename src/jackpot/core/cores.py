@@ -11,8 +11,8 @@ from typing import Literal
 from jackpot.core.process_rank import process_rank
 
 _STAT, _QUOTA = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
-_SECONDS = 0.3  # between the two readings of the cores' counters
-_SETTLE = 2.0  # seconds until a second look: by then a process that was ending has ended
+_SECONDS = 0.3  # seconds between the two readings of the cores' counters
+_SETTLE = 2.0  # seconds until free cores are counted again: by then a process that was ending has ended
 _IDLE = slice(3, 5)  # columns of a core in /proc/stat: ticks that it was idle, or waited for a disk
 _ALL = slice(8)  # all columns but the ticks of guest machines, which the first two columns contain already
 
@@ -30,6 +30,7 @@ def free_cores() -> int:
         before = _STAT.read_text()
         processor_time, start = time.process_time(), time.perf_counter()
         time.sleep(_SECONDS)
+        # The cores that this process itself kept busy meanwhile are free for it.
         used_here = (time.process_time() - processor_time) / (time.perf_counter() - start)
         busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - used_here)
     except OSError:  # no /proc

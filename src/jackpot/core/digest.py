@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _ROW = 4096  # words that one sum covers
-_WORD = 4  # bytes
+_WORD = 4  # bytes of a word
 _CPU_ROWS = 32  # rows that a CPU multiplies at once: their products, 1 MiB, stay in the cache of a core
 _GPU_ROWS = 1024  # rows that a GPU multiplies at once, with products of 32 MiB
 

@@ -374,7 +374,7 @@ def to_host(sums: Mapping[str, Kind]) -> dict[str, Kind]:
 
 def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of one device, of any shapes and dtypes, to the CPU in one transfer."""
-    # Widest elements first, so that every tensor is aligned in the bytes of all.
+    # Tensors with the widest elements come first, so that each begins at a multiple of its element's size.
     order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
     if not order:
         return []
@@ -390,8 +390,8 @@ class _Layout(NamedTuple, Generic[Kind]):
 
     classes: dict[str, type[Kind]]  # class of each metric, by the metric's name
     fields: list[tuple[str, int]]  # the metric's name and the field's index in it, in the order of the row
-    sizes: list[int]  # how many numbers are added (each histogram has `_BINS`), are maxima, and are logs of sums
-    histograms: int  # how many fields are histograms
+    sizes: list[int]  # numbers of the row's parts: sums (each histogram has `_BINS`), maxima, logs of sums
+    histograms: int  # number of fields that are histograms
 
 
 def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:

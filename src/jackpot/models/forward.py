@@ -156,7 +156,7 @@ def predicting_hidden(
         states = _states(model, torch.cat([prompts[prompt_index], inputs], dim=1), mask, None)
         return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
 
-    # Without the config a sliding layer keeps all tokens too, and the mask hides those outside of the window.
+    # A cache made without the config keeps all tokens of a sliding layer too; the mask hides those outside the window.
     cache = DynamicCache()
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
 
@@ -355,7 +355,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
     model.gradient_checkpointing_enable()
     config = _text_config(model)
-    for layer in layers:  # the second pass attends as the first one did, whatever the config says by then
+    # The second forward pass, in backward, uses the attention of the first, though the config may name another by then.
+    for layer in layers:
         layer.forward = partial(
             checkpoint,
             layer.forward,

@@ -123,7 +123,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
 
     for module in root.modules():
         if isinstance(module, FSDPModule):  # the settings of a module do not hold for those inside of it
-            module.set_gradient_divide_factor(1.0)  # numerators add up
+            module.set_gradient_divide_factor(1.0)  # gradients are numerators, which add up over ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by 1
 
     for name, model in models.items():

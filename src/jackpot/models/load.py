@@ -39,7 +39,7 @@ from jackpot.models.published import is_from_table, published_config
 ALIGNMENT = 64  # bytes; the address of a tensor that torch makes is a multiple of them
 MOST_LAYERS = 1_000  # most layers of a model; published models have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # torch's dtypes by their names in settings
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
 _READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # suffixes of files that transformers reads
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -87,7 +87,7 @@ def load_value_model(
     stage(f"loading the critic {path}")
     verbosity = transformers_logging.get_verbosity()
 
-    transformers_logging.set_verbosity_error()  # it would advise to train the new head, which a critic does anyway
+    transformers_logging.set_verbosity_error()  # hides the advice to train the new head, which a critic's run does
     try:
         model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
     finally:

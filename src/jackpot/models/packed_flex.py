@@ -21,7 +21,7 @@ from jackpot.models.packed_row import pack_row
 BLOCK = 128  # tokens of a block
 _VARIANTS = 64  # most compiled kernels: they differ by window, number of heads, with gradient or not
 
-Flex = Callable[..., Tensor]  # with the arguments of `flex_attention`
+Flex = Callable[..., Tensor]  # a function with the arguments of torch's `flex_attention`
 
 
 def block_mask(row: PackedRow, window: int | None) -> BlockMask:
@@ -56,7 +56,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     # sees each key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
     has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
     is_partly_visible = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
-    is_single = begin == end  # blocks of one sequence
+    is_single = begin == end  # [blocks], True where all tokens of a block are of one sequence
     is_all_visible = (
         is_single
         & is_single[:, None]

@@ -14,7 +14,7 @@ from torch import Tensor
 from jackpot.core.types import AttentionBlock, PackedRow
 
 BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
-MAX_LENGTHS = 48  # different lengths that blocks are chosen among; more are rounded up
+MAX_LENGTHS = 48  # most different lengths at which a block may end; where there are more, lengths are rounded up
 
 
 class _Sequence(NamedTuple):
@@ -45,7 +45,7 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
 
     lengths = [len(response) for response in responses]
     sequences: list[_Sequence] = []
-    pieces, positions = [], []  # token ids of the row, and their positions
+    pieces, positions = [], []  # pieces of the row: token ids, and positions counted from the start of the prompt
     total = 0  # tokens of the row so far
     # For each response, the index in the row of its prompt's last token, and that of its own first token.
     prompt_ends, starts = [0] * len(responses), [0] * len(responses)
@@ -173,7 +173,7 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     starts = [0, *ends[:-1]]
     depths = [max(sequence.keys for sequence in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
 
-    # best[n]: the least cost of the first n lengths, and the length at which their last block begins.
+    # best[n]: the least cost of all sequences of the first n lengths, and the length at which the last block begins.
     best: list[tuple[int, int]] = [(0, 0)]
     for last, end in enumerate(ends):
         width, depth = ordered[end - 1].queries, 0

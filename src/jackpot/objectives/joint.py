@@ -51,7 +51,7 @@ class PolicyObjective:
     entropy_coeff: float  # weight of the entropy bonus, nats
     kl_loss_coef: float  # weight of KL(policy || reference), nats
     kappa_tolerance: float  # relative error of the gradient above which the weights of `kappa: auto` are repaired
-    regresses: bool = False  # whether the surrogate has a gradient where the advantage is 0, as `oapl` has
+    regresses: bool = False  # whether the surrogate has a gradient even where the advantage is 0, as that of `oapl`
 
     @property
     def is_regularized(self) -> bool:
@@ -132,7 +132,7 @@ class PolicyTerms:
     """
 
     inputs: CorrectionInputs
-    surrogate: Tensor  # clipped; carries the policy's gradient until `detach`
+    surrogate: Tensor  # S of each token, after PPO's clip; carries the policy's gradient until `detach`
     regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, with gradient as above; 0 where both are 0
     clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
 

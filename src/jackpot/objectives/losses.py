@@ -42,7 +42,7 @@ class Surrogate(NamedTuple):
     """The objective of each token, which training maximizes, and where the clip changed its gradient. Both [B, T]."""
 
     value: Tensor  # S, carries the gradient of the policy
-    clipped: Tensor  # bool
+    clipped: Tensor  # bool, True where the clip changed the gradient
 
 
 # A surrogate function computes S of every token from the arguments of `clipped_surrogate` and the response mask [B, T].

@@ -27,7 +27,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
     """
     ratio = log_ratio.double().exp()
     present = mask.any(-1)
-    whole = log_ratio.double().sum(-1)  # [B] log of the ratio of the response
+    whole = log_ratio.double().sum(-1)  # [B] log of the ratio of each whole response
     prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log of the ratio of the tokens before each token
 
     columns = {

@@ -110,7 +110,7 @@ def topk_z(
 
     rollout_mass = (rollout_top_log_probs.exp().sum(-1) + _masked_mass(fill_ins, filled)).clamp(max=1.0)
     target_on_rollout = target_at_rollout_top.exp().sum(-1)
-    # A truncated engine fills its list with ids outside of its support, as it pleases: they must not count.
+    # A truncated engine may fill its list with any ids outside of its support, which must not count here.
     target_on_support = _masked_mass(target_at_rollout_top, ~rollout_top_log_probs.isneginf())
     target_mass = (target_on_support + _masked_mass(target_top_log_probs, filled)).clamp(max=1.0)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jackpot.core.errors import DataError
 
-_LEAST = 64  # fewer tokens show no sign
+_LEAST = 64  # least number of tokens in which a sign is looked for
 _SIGNS = {  # what is wrong and what to do, by sign
     "empty": "response_mask is False at every token, so there is nothing to correct; leave this batch out",
     "swapped": "the tokens were not sampled by what rollout_log_probs are of, and look as sampled by what "

@@ -34,7 +34,7 @@ class RunComponents:
     # rollouts; may be `engine` itself where there is no rollout model
     policy_engine: Engine
     learner: Learner
-    costs: Mapping[Role, ForwardCost]  # FLOPs of a forward pass of policy and rollout model, without adapters
+    costs: Mapping[Role, ForwardCost]  # FLOPs of a forward pass of each model, without its adapter
     benchmarks: Mapping[str, Task] = field(default_factory=dict)  # further test sets that the policy is evaluated on
 
     @property

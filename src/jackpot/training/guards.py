@@ -31,7 +31,7 @@ THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and af
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one rollout in QUICK_SHARE, but at least QUICK_FEWEST
-ALWAYS_ALLOWED = 4.0  # the largest allowed gap divided by this is allowed at any depth of a response
+ALWAYS_ALLOWED = 4.0  # at any depth of a response a gap is allowed up to the largest allowed gap divided by this
 LIST_GAP_FACTOR = 3.0  # largest total variation of top-k lists, as a multiple of the largest allowed gap of tokens
 
 # Ratios of the engine's temperature to training's that are tried as the cause of a gap
@@ -70,7 +70,7 @@ class EngineCheck:
         self._column = Version._fields.index(role)  # column of this model in `Rollout.versions`
         self._thorough: set[int] = set()  # versions of weights whose rollouts were checked thoroughly
         self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
-        self._copied: int | None = None  # version of the copy of weights that the learner keeps
+        self._copied: int | None = None  # version of the weights of which the learner keeps a copy; None: no copy
 
     def keep_weights(self) -> None:
         """Have the learner keep a copy of its weights, to check batches that are begun ahead after the next steps."""

@@ -14,7 +14,7 @@ from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
 
-WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # taken from the first epoch only
+WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # summed over the first epoch only
 # Metrics from which the standard error of obrs/acceptance_minus_z is computed.
 _BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"
 FEWEST_TOKENS = 100  # with fewer tokens the effective share is near 1, whatever the weights are

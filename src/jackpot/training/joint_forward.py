@@ -74,7 +74,7 @@ class JointForward:
 
         policy, rollout_model = models["policy"], models["rollout_model"]
         self.is_separate = rollout_model is not policy
-        self.runs_both = self.is_separate  # whether both models run on the rollout batch that is trained on
+        self.runs_both = self.is_separate  # whether both models read the rollout batch that is trained on now
         self.device = gathered.device if gathered else policy.device
         self._head = LinearHead(
             output_layer(policy),

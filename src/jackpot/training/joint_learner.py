@@ -143,6 +143,7 @@ class JointLearner(Learner):
 
         self._old_version = Version(0, 0)  # version of the weights that gave the old log-probs
         self._kept_weights: dict[Role, KeptWeights] = {}
+        # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
             rollout_model_objective and rollout_model_objective.ppo_weight
         )

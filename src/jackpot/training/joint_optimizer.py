@@ -105,7 +105,7 @@ class JointOptimizer:
         reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
         reading["tokens"] = Sum.number(sampled_tokens)
 
-        # All that the decisions below need comes to the CPU in this one transfer.
+        # Copy all numbers that the decisions below need to the CPU, in this one transfer.
         metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)

@@ -65,7 +65,7 @@ class StepTotals:
         are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
         counts: Sums = {
             "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # micro-batches with sequences
-            "rank": Max.number(len(micro_batches)),  # most micro-batches of any rank
+            "rank": Max.number(len(micro_batches)),  # largest number of micro-batches on a rank
         }
         counts = all_reduce_sums(counts)
 
@@ -209,7 +209,7 @@ class KappaRepair:
         error, flags = _to_repair(errors, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
         decisions = torch.cat([torch.stack([scale, any_rank_repairs]), flags])
-        factor, is_repaired, *chosen = decisions.tolist()  # waits for the device
+        factor, is_repaired, *chosen = decisions.tolist()  # the only wait for the device
 
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_mul_(locals_of(gradients), factor)

@@ -22,7 +22,8 @@ ANOTHER_PASS = 0.02  # nats by which the log-prob of a token may differ between 
 REPEATS = (0.02, 0.5)  # b: bets that this share of responses are copies of earlier ones
 BIASES = (-0.5, -0.1, 0.1, 0.5)  # d: bets that the engine draws one token 1 + d times as readily
 WATCHED = 32  # number of tokens on which the bets of BIASES are made
-SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))  # (weight, number) of each kind of bet
+# For each kind of bet, its share of the average of all products, and the number of its bets.
+SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))
 FLOOR = -10.0  # nats; lower log-probs count as this number
 ROUNDING = 1e-5  # largest total variation that rounding makes between sampled and reported distribution of a token
 

@@ -194,7 +194,7 @@ class Trainer:
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
 
-        with self._clock("save"):  # these seconds appear in the next line of metrics
+        with self._clock("save"):  # the seconds of this block appear in the next line of metrics.jsonl
             line = self._folder.report(self.iteration, values)
             self._checkpointer.save_if_due(self.iteration, self._state, values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)

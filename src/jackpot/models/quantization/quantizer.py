@@ -66,7 +66,8 @@ def quantize(values: Tensor, grid: Grid) -> Quantized:
     implementation. A GPU computes scales that are powers of two, and their codes, in one kernel, after a test that the
     kernel gives the same bits.
     """
-    is_exact = grid.scales == "power_of_two"  # else compiled code divides by the largest code in its own way
+    # Scales that are no powers of two take a division by the largest code, which compiled code rounds in its own way.
+    is_exact = grid.scales == "power_of_two"
     formula = (_compiled(grid, values.device) if is_exact and values.is_cuda else None) or _codes_and_scales
     return Quantized(*formula(values, grid), grid)
 

@@ -29,11 +29,11 @@ class CorrectionInputs:
     rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
     target_log_probs: Tensor  # log p_target, the distribution that the weights align to
     proximal_log_probs: Tensor  # log-probs of the point that PPO's ratio is taken from
-    response_mask: Tensor  # bool, True where the rollout model sampled the token
+    response_mask: Tensor  # bool, True where a model sampled the token, not a tool
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
     advantages: Tensor  # the policy's advantages; only corrections in `signed` read them, and only their signs
     z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
-    lam: Tensor | None = None  # lam of each token, where a budget chooses it, and also Z's; None: the correction's lam
+    lam: Tensor | None = None  # lam of each token (also that of `z`) where a budget chooses it; None: the correction's
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
 
     @property
@@ -69,8 +69,8 @@ class CorrectionInputs:
 class Kappas(NamedTuple):
     """The factors on Z of one optimizer step: scalars, float64."""
 
-    kappa: Tensor  # for tokens that the rollout model sampled; for all tokens where one model sampled all
-    of_policy: Tensor | None = None  # for tokens that the policy sampled, where two models did
+    kappa: Tensor  # factor for tokens that the rollout model sampled; for all tokens where one model sampled all
+    of_policy: Tensor | None = None  # factor for tokens that the policy sampled, where two models sampled; else None
 
     def by_response(self, by_policy: Tensor | None) -> Tensor:
         """Return the factor of each response, [B, 1], or a scalar where all have the same.
@@ -89,10 +89,10 @@ class Correction:
 
     weights: Tensor  # factor on the surrogate of an accepted token
     accept_mask: Tensor  # float: 1 where accepted, 0 where rejected; the acceptance a(x) with `mask: expected`
-    capped: Tensor  # bool, where the cap lowered the weight or the band rejected the token
+    capped: Tensor  # bool, where a cap lowered the weight or a band of ratios rejected the token
     capped_c2: Tensor  # bool, where the cap c2 lowered p_proximal / p_target
     kappa: Tensor  # scalar, float64: the factor on Z that the weights contain; 1 where they contain none
-    kappa_of_policy: Tensor | None = None  # the same for tokens that the policy sampled, where two models sampled
+    kappa_of_policy: Tensor | None = None  # `kappa` for tokens that the policy sampled; None: one model sampled all
 
     @classmethod
     def of(

@@ -169,7 +169,7 @@ class _TilePlan(NamedTuple):
     blocks: tuple[slice, ...]  # slices of the N positions
     tiles: tuple[slice, ...]  # slices of the V tokens of the vocabulary
     soft_caps: tuple[float | None, ...]  # soft cap of each head; None: no cap
-    operand_dtypes: tuple[torch.dtype, ...]  # that hidden states and weight are cast to, of each head
+    operand_dtypes: tuple[torch.dtype, ...]  # dtype to which hidden states and weight of each head are cast
     dtype: torch.dtype  # dtype of the logits and of all sums
 
     @property

@@ -33,12 +33,12 @@ MAX_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # most logits that are read at a time
 class TileSums(NamedTuple):
     """The sums of one head over the T tokens of a tile, [C] each; the module has the formulas of m, s, t and g."""
 
-    row_max: Tensor  # m
-    sum_exp: Tensor  # s
-    moment: Tensor | None  # t
+    row_max: Tensor  # m, the largest logit
+    sum_exp: Tensor  # s, the sum of e^(l - m)
+    moment: Tensor | None  # t, the sum of e^(l - m) (l - m), for the entropy; None where it is not needed
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
     gap: Tensor | None  # g of this head's distribution against the other's; None for one head
-    max_at_masked: Tensor | None  # largest logit at tokens that the other head masks; None where that masks none
+    max_at_masked: Tensor | None  # largest logit at tokens that the other head masks; None where it masks none
 
 
 class GradCoefficients(NamedTuple):
@@ -142,7 +142,8 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
     if len(logits) == 1 or not moments:
         return sums
 
-    # Of a pair: the gap of each head against the other, and its largest logit at tokens that the other masks.
+    # For a pair of heads: g of each head against the other, and each head's largest logit at tokens that the other head
+    # masks.
     (shifted_p, exps_p), (shifted_q, exps_q) = terms
     difference = shifted_p - shifted_q
     gaps = (difference * exps_p).sum(-1), -(difference * exps_q).sum(-1)

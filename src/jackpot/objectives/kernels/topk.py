@@ -114,7 +114,7 @@ class RunningTopK:
 
         # The largest numbers of this piece, or the blocks that hold them, in any order.
         if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
-            candidates, blocks = _candidates(values, self._k, maxima)  # the merge sorts them
+            candidates, blocks = _candidates(values, self._k, maxima)  # the merge below sorts the candidates
             ids_at = partial(_ids, blocks)
         else:
             candidates, ids = top_k(values, min(self._k, values.shape[1]), maxima)
@@ -126,7 +126,7 @@ class RunningTopK:
         is_old, old_columns = order < width, order.clamp(max=width - 1)
         ids = ids_at((order - width).clamp(min=0))
 
-        # Ids and further numbers, each from the former columns or from this piece.
+        # Take ids and companions of each of the largest, from the columns before or from this piece.
         new_columns = [ids + start, *(companion.gather(1, ids) for companion in companions)]
         pairs = zip(self._columns[1:], new_columns, strict=True)
         self._columns = [largest, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]

@@ -18,7 +18,7 @@ from jackpot.core.foreign import parse_json, read_foreign
 from jackpot.core.package import version
 from jackpot.core.process_rank import process_rank
 
-FORMAT = 2  # version of the run folder's format, raised when older programs could not continue a newer folder
+FORMAT = 2  # version of the run folder's format; a format that older programs cannot continue gets a higher version
 
 
 class Environment:
