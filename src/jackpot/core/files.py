@@ -105,7 +105,7 @@ class AppendedFile:
         with self.path.open("ab", buffering=0) as file:
             end, unwritten = file.tell(), memoryview(self.waiting)
             try:
-                while unwritten:
+                while unwritten:  # a write may take a part of the bytes
                     unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(end)
@@ -155,6 +155,7 @@ def hold_lock(path: Path) -> IO[str]:
     file.write(owner)
     file.flush()
 
+    # Of two processes that take a lease at once, the one whose name the file holds a moment later has it.
     if not has_locks:
         time.sleep(_SETTLES)
         if path.read_text() != owner:

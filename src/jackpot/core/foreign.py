@@ -90,7 +90,7 @@ class Expansion:
         self._count = 0
 
     def add(self, count: int) -> None:
-        """Count further bytes.
+        """Count further bytes that came out of the file.
 
         Raises:
             ForeignFileError: the sum is above the limit.

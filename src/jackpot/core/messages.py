@@ -83,6 +83,7 @@ def _checksum(message: Tensor) -> Tensor:
 
 def _unpacked(message: Tensor) -> Any:
     """Decode a message whose checksum was cut off, [n] uint8, and return its value."""
+    # The JSON has the value, in which tensors are indices, and number format and shape of each tensor.
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
     content, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 

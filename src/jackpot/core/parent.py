@@ -26,7 +26,8 @@ def _watch(parent: int, signal_number: int) -> None:
     if starter := parent_process():  # multiprocessing started this process; its fork server may outlive the starter
         starter.join()
     else:
-        with suppress(AttributeError, OSError):  # on Linux; readable once the process has ended
+        # On Linux a descriptor becomes readable when the parent ends; elsewhere look again and again.
+        with suppress(AttributeError, OSError):
             parent_ended = select.poll()
             parent_ended.register(os.pidfd_open(parent), select.POLLIN)
             parent_ended.poll()

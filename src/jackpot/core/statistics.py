@@ -98,6 +98,7 @@ def student_t(degrees: int) -> float:
     if degrees == 4:
         return 2.0 * sqrt(cos(acos(outside) / 3.0) / outside - 1.0)
 
+    # The normal quantile, and the terms of the expansion in 1 / degrees, 1 / degrees^2, ...
     z = NormalDist().inv_cdf(0.5 + 0.5 * CONFIDENCE)
     terms = (
         (z**3 + z) / 4,

@@ -49,6 +49,7 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
     is_draft = drafted_probs > 0.0
     accepted = is_draft & (uniforms[:, :1] * lam * drafted_probs < probs.gather(1, index))
 
+    # r, not normalized; p itself where there is no residual.
     residual = (probs - draft_probs).clamp_(min=0.0)
     is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # True also where `draft_probs` is NaN
     residual = torch.where(is_empty, probs, residual)

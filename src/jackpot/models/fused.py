@@ -120,6 +120,7 @@ class GatedProduct(torch.autograd.Function):
         to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
         to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
 
+        # `products` is the gradient of silu(gate) * up; it is then multiplied by each factor for that of the other.
         for run in _runs(len(gates), PRODUCT_ROWS):
             active = silu(gates[run])
             if to_weight is not None:
@@ -315,7 +316,7 @@ def _agree(own_forward: Forward, fused: Forward, inputs: Sequence[Tensor], modul
         return True
 
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    results = []
+    results = []  # of each function: its outputs, and the gradients of inputs and weights for random output gradients
 
     with in_float32(module) if module else nullcontext():
         for run in (own_forward, fused):

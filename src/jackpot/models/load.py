@@ -93,6 +93,7 @@ def load_value_model(
     finally:
         transformers_logging.set_verbosity(verbosity)
 
+    # Where the folder has no weights for the critic's head, it is a language model's: begin with a head of zeros.
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     is_new = set(info["missing_keys"]) == set(head)
     if is_new:
@@ -170,6 +171,7 @@ def _check_named_files(path: str | Path) -> None:
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
+    # Pairs of the file that names a file of weights, and the name.
     for file, name in named_files:
         if not _is_inside(name):
             raise ModelError(

@@ -118,6 +118,7 @@ def merged_weights(
             else:
                 yield name, parameter.to(dtype) if dtype and is_sharded(parameter) else parameter
 
+    # A weight and its A and B come one after the other, under one name.
     for name, group in groupby(gather(stored(), rank_of), key=itemgetter(0)):
         weight, *factors = (tensor for _, tensor in group)
         if factors:

@@ -221,7 +221,7 @@ def _by_sequence(
     The last query of a sequence is aligned with its last key.
     """
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
-    tokens_before = -1 if window is None else window - 1
+    tokens_before = -1 if window is None else window - 1  # keys that a query sees to its left; -1: all
     return kernel(
         query.contiguous(),
         keys,

@@ -191,8 +191,9 @@ def token_scores(
     Raises:
         ValueError: normalizer "exact", but the joint head was not given `lam`.
     """
-    spread, at = batch.spread, batch.at_sampled
+    spread, at = batch.spread, batch.at_sampled  # [N] -> [B, T] and back
 
+    # The policy stands for the rollout model where there is none, and for p_inf at the tokens that it sampled itself.
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
         joint = _with_own_z(joint, at(batch.by_policy[:, None].expand_as(batch.response_mask)), lam)
@@ -473,6 +474,7 @@ def rollout_model_loss(
     named = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
     proximal = named[objective.proximal]
 
+    # The correction is for p_proximal / p_inf of the rollout model itself, and is applied without sums over the step.
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
         target_log_probs=proximal,

@@ -95,6 +95,7 @@ class Critic:
         padded_values = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
         rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
 
+        # GAE on padded rows, [B, T]; whitening over the sampled tokens of the batch in one row.
         advantages, returns = gae(rewards, padded_values, mask, self._config.gamma, self._config.lam)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
 

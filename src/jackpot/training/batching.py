@@ -205,7 +205,7 @@ def empty_like(batch: TokenBatch) -> TokenBatch:
         **without_rows,
         prompt_ids=ids[None],
         prompt_mask=mask[None],
-        packed=row and replace(row, predicting=row.predicting[:0]),
+        packed=row and replace(row, predicting=row.predicting[:0]),  # None stays None
     )
 
 

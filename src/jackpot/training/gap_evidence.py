@@ -78,6 +78,7 @@ class GapEvidence:
         if not known.any():
             return self._bets.share
 
+        # Limits of x by range of depths (L), from earlier batches; the first batches are not judged.
         usual = torch.where(self._counts > 0.0, self._sums / self._counts, 0.0).cummax(0).values
         limits = (MAY_GROW * usual).clamp(min=always)
         self._batches += 1

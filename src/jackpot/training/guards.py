@@ -96,6 +96,7 @@ class EngineCheck:
             if not config.guard.check_engine:
                 return
 
+            # Choose rollouts to score again: many for weights that are new to the check, twice in a start; else few.
             version = self._version_of(rollouts, iteration)
             is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
             seed = fold_in(config.seed, "glance", iteration)
@@ -105,6 +106,7 @@ class EngineCheck:
                 if rollout.sampled_mask.any() and bool((rollout.versions[:, self._column] == version).all())
             ]
 
+            # Check the report in itself, then against training's log-probs, then by the frequencies of drawn tokens.
             lists = ReportedLists.of(rollouts)
             check_lists(lists)
             if scored:

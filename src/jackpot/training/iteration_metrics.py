@@ -107,6 +107,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if not values:
         return {}
 
+    # Copy all values to the CPU at once.
     device = next(iter(values.values())).device
     packed = torch.stack([value.detach().double().to(device) for value in values.values()])
     return dict(zip(values, packed.tolist(), strict=True))

@@ -184,6 +184,7 @@ class JointForward:
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))
 
+        # An exact Z is summed by the head at the correction's lam or, for a budget, by `z_for_budget` below.
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
         head = self._head(

@@ -231,6 +231,7 @@ class KappaRepair:
         columns: dict[str, dict[str, Tensor]] = {}
         remaining_flags = iter(flags)
 
+        # For each flagged sequence, its row in its batch, and by uid the columns that the loss of the sequence needs.
         for micro, delta in zip(passes, deltas, strict=True):
             batch, inputs = micro.batch, micro.terms.inputs
             rows.append([row for row, flag in enumerate(islice(remaining_flags, len(batch.uids))) if flag])
@@ -240,6 +241,7 @@ class KappaRepair:
                 length = int(batch.attention_mask[row].sum())
                 columns[batch.uids[row]] = {name: column[row, :length] for name, column in pass_columns.items()}
 
+        # Read the flagged sequences again, gathered in few batches.
         repairs = regroup(batches, rows, self._pads)
         most_repairs = max_over_ranks(len(repairs))
 

@@ -118,6 +118,7 @@ class Trainer:
                 iteration = self.iteration + 1
                 batch = self._sampler.next_batch(iteration)
 
+                # If later batches were begun with these weights, keep a copy to check those batches with.
                 self._versions.append(components.learner.version)
                 if self._sampler.begin_ahead(iteration):
                     with self._clock("check"):
@@ -132,6 +133,7 @@ class Trainer:
 
                 self._check_gaps(iteration, samples, gaps)
 
+                # Send the new weights to the engines that generate next, after the batches begun with the old weights.
                 writers = self._next_writers(iteration)
                 if writers:
                     self._sampler.finish()

@@ -300,7 +300,7 @@ class LinearHead(nn.Module):
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
-        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
+        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]  # so that N may be 0
 
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
@@ -308,12 +308,13 @@ class LinearHead(nn.Module):
             output: HeadOutput | JointOutput = self(
                 hidden,
                 None if rollout_model_hidden is None else rollout_model_hidden[rows],
-                torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
+                torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),  # ids whose log-probs are not read
                 temperature=temperature,
                 num_top=vocabulary,  # sorts the whole vocabulary
                 only_log_probs=True,
                 tile=(step, vocabulary),
             )
+            # Log-probs of all tokens under both models, in the order of the policy's.
             if isinstance(output, HeadOutput):
                 policy = rollout = output.top_log_probs
             else:

@@ -172,7 +172,7 @@ def tile_gradients(
     Args:
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
     """
-    log_probs: list[Tensor] = []
+    log_probs: list[Tensor] = []  # of each head, [C, T]; at least LOWEST, so that a product with the probability 0 is 0
     probs: list[Tensor] = []
     for head_logits, logsumexp, masks in zip(logits, logsumexps, may_mask, strict=True):
         shifted = head_logits - logsumexp[:, None]
@@ -185,6 +185,7 @@ def tile_gradients(
             gradients.append(None)
             continue
 
+        # p (constant + on_log log p - on_other_log log o) - on_other o, where p is of head i and o of head 1 - i.
         factor = terms.constant[:, None]
         if terms.on_log is not None:
             factor = log_probs[i] * terms.on_log[:, None] + factor
@@ -224,6 +225,7 @@ class TorchReader:
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
             chunk_results = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
+            # Write each column of sums that this chunk has to its rows in the columns of the whole tile.
             results = results or [_memory(sums, tiles[0]) for sums in chunk_results]
             for result, chunk_result in zip(results, chunk_results, strict=True):
                 for column, chunk_column in zip(result, chunk_result, strict=True):

@@ -31,6 +31,7 @@ def support_log_probs(
     Returns:
         log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without gradient, -inf where not kept.
     """
+    # The sampled id comes first; where the list names it too, it is masked there and must not count twice.
     is_sampled = support_ids == ids[:, None]
     columns = torch.cat((ids[:, None], support_ids), dim=1)
     in_support = torch.cat((torch.ones_like(ids[:, None], dtype=torch.bool), is_kept & ~is_sampled), dim=1)

@@ -237,6 +237,7 @@ class TritonReader(TileReader):
         sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)
         maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
 
+        # A single tile takes the place of the second one too.
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TOPS": tops, "MOMENTS": moments}
         _launch(_read, (c,), *arguments, maxima[0], maxima[-1], sums, c, t, num_blocks, **flags, WIDTH=_width(t))
@@ -278,7 +279,7 @@ class TritonReader(TileReader):
             return EAGER.differentiate(tiles, logsumexps, gradients, columns)
 
         c, t = logits.shape
-        coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)
+        coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)  # fields of `GradCoefficients`, 0 for None
         for i, target in enumerate(gradients):
             for j, column in enumerate(target.coefficients if target else ()):
                 if column is not None:

@@ -152,6 +152,7 @@ class Checkpoints:
             except CorruptCheckpoint as error:
                 corrupt.append(error)
 
+        # A run with corrupt checkpoints alone does not begin anew in silence.
         damage = [*map(str, corrupt), *(f"{path}, set aside" for path in self._folder.glob(f"step-*{_CORRUPT}*"))]
         if damage:
             listed = "\n  ".join(damage)

@@ -243,6 +243,7 @@ class RunFolder:
                 )
             self.rewind(iteration)
 
+            # A continued run keeps its threads, unless this start asks for another number than the run began with.
             environment = Environment(self.path)
             if before and before.threads == config.threads:
                 threads = environment.threads or threads
@@ -260,6 +261,7 @@ class RunFolder:
             texts = {name: f"{name} {old} -> {new}" for name, (old, new) in differences.items()}
             self.warn(iteration, {"event": "environment_changed"} | texts)
 
+        # A new run fails without its tracker; a continued run goes on and counts the failure.
         if config.tracking.wandb:
             try:
                 lines = self.read("metrics.jsonl")
@@ -291,6 +293,7 @@ class RunFolder:
             for name in ("metrics.jsonl", "events.jsonl"):
                 self._cut(name, iteration)
 
+            # Files of later iterations move away; half-written files (the third group of the pattern) are removed.
             later = []
             for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
                 written = re.fullmatch(rf"iteration-(\d+)(\.parquet|-.+\.jsonl)({re.escape(PARTIAL)})?", path.name)
@@ -323,6 +326,7 @@ class RunFolder:
         if torn := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
             _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
 
+        # Where only the end of the file goes, it is cut off in place; else the file is written anew.
         write_whole(self._superseded / name, b"".join(text for text in texts if not stays(text)))
         if staying == texts[: len(staying)]:
             os.truncate(path, sum(map(len, staying)))
