@@ -98,11 +98,9 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tensor]:
-    """Yield the sums s_r of the whole rows of a chunk, [rows], then that of a last, shorter row, [1], if there is one.
+    """Yield the sums s_r of the whole rows of `words`, [W] int32, then that of a last, shorter row, if there is one.
 
-    Args:
-        words: [W] int32.
-        products: memory to work in, at least [W] int64.
+    `products` is memory to work in, at least [W] int64.
     """
     whole = len(words) - len(words) % _ROW
     terms = products[: len(words)].copy_(words)

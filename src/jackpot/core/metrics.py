@@ -226,10 +226,9 @@ class EffectiveSampleSize(Metric):
 
     @classmethod
     def of_each(cls, log_weights: Tensor, masks: Mapping[str, Tensor]) -> dict[str, "EffectiveSampleSize"]:
-        """Sum the weights e^`log_weights` once for each mask, where the mask is True; all tensors have one shape, any.
+        """Sum the weights e^`log_weights` once for each mask, where the mask is True; return the sums by mask.
 
-        Returns:
-            The effective sample size of each mask's weights, by the mask's name.
+        All tensors have one shape, any.
         """
         members = torch.stack(list(masks.values()))
         rows = torch.where(members, log_weights.detach().double(), -torch.inf).flatten(1)  # [G, N] for G masks

@@ -83,8 +83,7 @@ class AttentionPlan:
 def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return 0 where a query sees a key and -inf elsewhere, [masks, 1, queries, keys].
 
-    Args:
-        last: [masks, 1, queries, 1], the last key that each query sees.
+    `last` [masks, 1, queries, 1] is the last key that each query sees, counted from 0.
     """
     columns = torch.arange(keys, device=last.device)
     hidden = columns > last
@@ -156,8 +155,7 @@ def _by_block(
 ) -> Tensor:
     """Return the output [S, heads, D'] of attention, which is computed one block of the plan after the other.
 
-    Args:
-        query, key, value: [S, heads, D], [S, key heads, D] and [S, key heads, D'].
+    Shapes: query [S, heads, D], key [S, key heads, D], value [S, key heads, D'].
     """
     row = plan.row
     groups = query.shape[1] // key.shape[1]

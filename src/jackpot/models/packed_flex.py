@@ -73,11 +73,8 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the True entries of each row, [1, 1, rows], and list its columns, True ones first, [1, 1, rows, rows].
-
-    Args:
-        blocks: [rows, rows] bool.
-    """
+    """Count the True entries of each row of `blocks`, [rows, rows] -> [1, 1, rows], and list the row's columns, those
+    that are True first: [1, 1, rows, rows]."""
     columns = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
 

@@ -91,7 +91,6 @@ def _key_indices(table: Tensor, width: int) -> Tensor:
 
     Args:
         table: [rows, 4], the fields of each `_Sequence`.
-        width: number of columns, at least the most keys of a sequence.
     """
     prompt_start, num_shared, query_start, num_queries = table.T[..., None]  # [rows, 1] each
     nth_key = torch.minimum(torch.arange(width), num_shared + num_queries - 1)  # [rows, width], counted from 0

@@ -102,8 +102,7 @@ def _policy_scores(
 ) -> tuple[str, Tensor]:
     """Return the name and the tensor of the argument of `estimate_z` that gives the policy's distribution.
 
-    Raises:
-        DataError: none or both of the two forms are given.
+    Raise DataError where none or both of the two forms are given.
     """
     if policy_logits is not None and hidden_states is None and head is None:
         return "policy_logits", policy_logits

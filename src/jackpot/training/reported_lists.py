@@ -107,8 +107,7 @@ class Bets:
     def add(self, logs: Tensor) -> float:
         """Multiply the product of each bet by the bet's factor in a batch; return `share`.
 
-        Args:
-            logs: [bets], the logs of the factors.
+        `logs` [bets] are the logs of the factors.
         """
         self._batches += 1
         begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))

@@ -196,8 +196,7 @@ class _TilePlan(NamedTuple):
     def kept_tiles(self, tiles: Iterator[Tensor]) -> list[KeptTiles | None]:
         """Return the tiles of logits that forward kept, of each head; None for a head that keeps none.
 
-        Args:
-            tiles: kept tiles of the first head, then of the second, each in the order in which forward formed them.
+        `tiles` are those of the first head, then of the second, in the order in which forward formed them.
         """
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
         # `keys` ends each zip before a tile of the next head is taken.

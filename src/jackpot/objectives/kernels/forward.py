@@ -46,11 +46,9 @@ def _combined(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, n
 
 
 def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSums]:
-    """Convert each head's sums s, t and g from the largest logit m that they are relative to, to a larger one.
+    """Convert each head's sums s, t and g, which are relative to the largest logit `row_max`, to the larger `maxima`.
 
-    Args:
-        sums: the sums of each head, relative to its `row_max`.
-        maxima: [C] each, the new m of each head, at least `row_max`.
+    The formulas are those at the top of the file; `maxima` are [C] of each head.
     """
     falls = [old.row_max - new_max for old, new_max in zip(sums, maxima, strict=True)]  # -d of each head, at most 0
     rescaled: list[TileSums] = []

@@ -315,9 +315,7 @@ def _memory(chunk_sums: TileSums, tile: Tile) -> TileSums:
 def _add_at(gradient: Tensor, columns: Tensor, terms: Tensor) -> None:
     """Add terms[i] to gradient[i, columns[i]] for each row i whose column is inside the tile.
 
-    Args:
-        gradient: [C, T].
-        columns, terms: [C].
+    Shapes: gradient [C, T], columns and terms [C].
     """
     width = gradient.shape[1]
     terms_inside = torch.where((columns >= 0) & (columns < width), terms, 0.0)

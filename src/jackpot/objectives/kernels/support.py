@@ -100,9 +100,7 @@ class _RowProducts(torch.autograd.Function):
 def _chunks(columns: Tensor, width: int) -> list[slice]:
     """Cut the N positions into slices whose gathered rows of the weight have at most `_GATHERED` numbers.
 
-    Args:
-        columns: [N, G] rows of the weight that each position needs.
-        width: numbers in a row, the hidden size.
+    `columns` [N, G] names the rows that each position needs, of `width` numbers each.
     """
     step = max(1, _GATHERED // max(1, columns.shape[1] * width))
     return [slice(start, start + step) for start in range(0, len(columns), step)]

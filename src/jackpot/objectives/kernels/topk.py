@@ -69,10 +69,9 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _ids(blocks: Tensor, columns: Tensor) -> Tensor:
-    """Convert columns of the candidates, [N, k], to ids in the row: the columns of `values` that they were taken from.
+    """Convert columns of the candidates, [N, k], to ids: the columns of `values` that the candidates were taken from.
 
-    Args:
-        blocks: [N, ceil(M / BLOCK)] indices of the candidates' blocks, from `_candidates`.
+    `blocks` [N, ceil(M / BLOCK)] are the candidates' blocks, from `_candidates`.
     """
     return blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
 
