@@ -1,4 +1,4 @@
-"""Bands of a number, such as a token's position in its response: the names of the bands, and which entries lie in each.
+"""Bands (ranges) of a number, such as a token's position in its response: names of bands, and the entries in each.
 
 A band goes from its start up to the start of the next band; the last band has no end.
 """
@@ -9,12 +9,12 @@ from itertools import pairwise
 
 from torch import Tensor
 
-# The starts of the bands of token positions and of response lengths, the same in metrics, `replay` and `mismatch`.
+# Where the bands of token positions and response lengths start, in tokens; the same in metrics, `replay`, `mismatch`.
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
 
 
 def band_names(starts: Sequence[float]) -> list[str]:
-    """Name each band: where all starts are ints, by its first and last number (`4-15`), else by its ends (`0.1-1`).
+    """Return the names of the bands with the given starts: `4-15`, both included, for ints; else `0.1-1`.
 
     >>> band_names((0, 1, 4, 16))
     ['0', '1-3', '4-15', '16-up']
@@ -29,7 +29,7 @@ def band_names(starts: Sequence[float]) -> list[str]:
 
 
 def band_masks(values: Tensor, starts: Sequence[float]) -> dict[str, Tensor]:
-    """Map each band's name to a bool mask of the entries of `values` that lie in it. Shapes: any, kept."""
+    """Return, by the name of each band, the bool mask of the entries of `values` in that band; shaped like `values`."""
     ends = (*starts[1:], math.inf)
     return {
         name: (values >= start) & (values < end)

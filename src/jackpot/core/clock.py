@@ -25,7 +25,7 @@ class Seconds(NamedTuple):
     processor: float = 0.0  # processor time of all threads of this process, seconds
 
     def plus(self, seconds: "Seconds", times: float = 1.0) -> "Seconds":
-        """Return this time plus `times` times another time."""
+        """Return the sum of this time and of another time that is multiplied by `times`."""
         return Seconds(self.wall + times * seconds.wall, self.processor + times * seconds.processor)
 
 
@@ -38,7 +38,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._seconds: dict[str, Seconds] = {}
-        self._begin = _now()  # when the time that `take` returns began
+        self._begin = _now()  # start of the period whose times the next `take` returns
         self._inner = Seconds()  # time of the phases that ended within the innermost open phase
         self._open: list[str] = []  # what the command line says of the open phases, the outermost first
 
@@ -57,7 +57,8 @@ class Clock:
             if self._open:
                 stage(self._open[-1])
 
-        # Inner phases have counted their time themselves, and the phase around this one must not count it either.
+        # Leave out the time of inner phases, which they have counted themselves. The phase around this one will leave
+        # out the whole duration of this phase.
         duration = _now().plus(begin, -1.0)
         self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(duration).plus(self._inner, -1.0)
         self._inner = inner_before.plus(duration)
@@ -75,5 +76,5 @@ class Clock:
 
 
 def _now() -> Seconds:
-    """Return the time on both clocks; only differences count."""
+    """Read the wall clock and the processor clock; only the difference of two readings has a meaning."""
     return Seconds(time.perf_counter(), time.process_time())

@@ -11,10 +11,10 @@ from typing import Literal
 from jackpot.core.process_rank import process_rank
 
 _STAT, _QUOTA = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
-_SECONDS = 0.3  # between the two readings of the cores' counters
-_SETTLE = 2.0  # seconds until a second look: by then a process that was ending has ended
+_SECONDS = 0.3  # seconds between the two readings of the cores' counters
+_SETTLE = 2.0  # seconds until free cores are counted again: by then a process that was ending has ended
 _IDLE = slice(3, 5)  # columns of a core in /proc/stat: ticks that it was idle, or waited for a disk
-_ALL = slice(8)  # all columns but those of guests, which the first two contain
+_ALL = slice(8)  # all columns but the ticks of guest machines, which the first two columns contain already
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ def free_cores() -> int:
         before = _STAT.read_text()
         processor_time, start = time.process_time(), time.perf_counter()
         time.sleep(_SECONDS)
+        # The cores that this process itself kept busy meanwhile are free for it.
         used_here = (time.process_time() - processor_time) / (time.perf_counter() - start)
         busy = max(0.0, busy_cores(before, _STAT.read_text(), cores) - used_here)
     except OSError:  # no /proc
@@ -39,7 +40,10 @@ def free_cores() -> int:
 
 
 def busy_cores(before: str, after: str, cores: Container[int]) -> float:
-    """Return how many of `cores` were busy between two readings of /proc/stat, for other virtual machines too."""
+    """Return how many of `cores`, in fractions, were busy between two readings of the text of /proc/stat.
+
+    A core that the host gave to another virtual machine counts as busy.
+    """
     first, last = _ticks(before), _ticks(after)
     changes = [list(map(sub, last[core], first[core])) for core in last if core in cores]
     return sum(1.0 - sum(ticks[_IDLE]) / max(1, sum(ticks)) for ticks in changes)
@@ -51,13 +55,13 @@ def _usable_cores() -> Collection[int]:
 
 
 def _ticks(stat: str) -> dict[int, list[int]]:
-    """Return the counters of every core, in clock ticks since boot, by the core's number."""
+    """Parse the text of /proc/stat: the counters of every core, in clock ticks since boot, by the core's number."""
     rows = [line.split() for line in stat.splitlines() if line.startswith("cpu") and line[3].isdigit()]
     return {int(name.removeprefix("cpu")): list(map(int, ticks))[_ALL] for name, *ticks in rows}
 
 
 def _quota() -> int:
-    """Return the whole cores that the container of this process may keep busy; 2^31 without a limit."""
+    """Return how many whole cores the container of this process may keep busy; 2^31 without a limit."""
     try:
         quota, period = _QUOTA.read_text().split()
         return int(quota) // int(period)

@@ -13,10 +13,10 @@ from hashlib import sha256, shake_256
 import torch
 from torch import Tensor
 
-_ROW = 4096  # words of one sum
-_WORD = 4  # bytes
-_CPU_ROWS = 32  # at once: the products, 1 MiB, stay in the cache of a core
-_GPU_ROWS = 1024  # at once: products of 32 MiB
+_ROW = 4096  # words that one sum covers
+_WORD = 4  # bytes of a word
+_CPU_ROWS = 32  # rows that a CPU multiplies at once: their products, 1 MiB, stay in the cache of a core
+_GPU_ROWS = 1024  # rows that a GPU multiplies at once, with products of 32 MiB
 
 
 class WeightsDigest:
@@ -33,10 +33,10 @@ class WeightsDigest:
     Two tensors that differ in one word of a row always differ in its sum (an odd key times less than 2**32 is not 0).
     Where several words of a row differ, the sums are equal with a chance of at most 2**-32 over the choice of keys.
 
-    The tensors are read a chunk at a time; one that is not contiguous is copied first.
+    A tensor is read a chunk at a time; a tensor that is not contiguous is copied first.
 
     Args:
-        dtype: to which every tensor is cast first, chunk by chunk; None: each tensor keeps its dtype.
+        dtype: dtype to which every tensor is cast first, chunk by chunk; None: each tensor keeps its dtype.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -52,7 +52,10 @@ class WeightsDigest:
         self._hashes.append(tensor_hash.hexdigest())
 
     def watch(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors and add each as it is taken, so that they need not be produced twice."""
+        """Pass (name, tensor) pairs on to the caller, and add each tensor to the digest just before it is yielded.
+
+        So one pass over a generator of tensors serves both their use and their digest.
+        """
         for name, tensor in named_tensors:
             self.add(name, tensor)
             yield name, tensor
@@ -63,8 +66,11 @@ class WeightsDigest:
 
 
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> str:
-    """Return the digest of names, shapes and bytes of tensors after a cast to `dtype` (None: as they are), whatever
-    their order and device: 64 hexadecimal digits."""
+    """Return the digest of named tensors, 64 hexadecimal digits, which does not depend on their order and device.
+
+    Args:
+        dtype: dtype to which every tensor is cast first; None: each tensor keeps its dtype.
+    """
     digest = WeightsDigest(dtype)
     for name, tensor in named_tensors:
         digest.add(name, tensor)
@@ -72,7 +78,10 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dty
 
 
 def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute s_r of `WeightsDigest`, [rows] int64, on the device of the tensor; empty for an empty tensor."""
+    """Compute the sum s_r (see `WeightsDigest`) of each row of a tensor: [rows] int64 on the tensor's device.
+
+    An empty tensor has no rows.
+    """
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
     chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
@@ -89,7 +98,10 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tensor]:
-    """Yield the sums of the whole rows, then the sum of a last, shorter row; `products` is memory to work in."""
+    """Yield the sums s_r of the whole rows of `words`, [W] int32, then that of a last, shorter row, if there is one.
+
+    `products` is memory to work in, at least [W] int64.
+    """
     whole = len(words) - len(words) % _ROW
     terms = products[: len(words)].copy_(words)
     yield terms[:whole].view(-1, _ROW).mul_(keys).sum(dim=1)
@@ -98,7 +110,10 @@ def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tenso
 
 
 def _words(chunk: Tensor) -> Tensor:
-    """View the bytes of a flat tensor as int32; copy it first where they are not whole, aligned words."""
+    """View the bytes of a flat tensor as int32 words.
+
+    A tensor whose bytes are no whole number of words, or are not aligned to words, is copied and padded with zeros.
+    """
     size = chunk.dtype.itemsize
     if len(chunk) * size % _WORD == 0 and chunk.storage_offset() * size % _WORD == 0:
         return chunk.view(torch.int32)

@@ -22,7 +22,7 @@ class ModelError(JackpotError, ValueError):
 
 
 class EngineError(JackpotError, RuntimeError):
-    """An engine that cannot serve a request, or failed to."""
+    """An engine that cannot serve a request, or that failed while it served one."""
 
 
 class WeightsError(EngineError):
@@ -34,7 +34,7 @@ class CheckpointError(JackpotError, RuntimeError):
 
 
 class TrainingError(JackpotError, RuntimeError):
-    """A reason for which training has to stop."""
+    """A state of the run in which training cannot go on, such as gradients that are not finite or dead workers."""
 
 
 class RankError(JackpotError, RuntimeError):
@@ -42,7 +42,7 @@ class RankError(JackpotError, RuntimeError):
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
-    """Build the message about a name that does not exist; it lists the valid names and suggests the closest of them.
+    """Build the message about a name that does not exist, with the valid names and the closest of them.
 
     >>> unknown_name("arm", "obsr", ["obrs", "tis"])
     "unknown arm 'obsr'; did you mean 'obrs'? Valid: obrs, tis"

@@ -17,8 +17,8 @@ from typing import IO, Any
 from jackpot.core.errors import CheckpointError
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
-LEASE_SECONDS = 30.0  # a lease that was not renewed for so long is free; its owner renews it six times in them
-_SETTLES = 1.0  # seconds after which two starts that take a lease at once see which of them has it
+LEASE_SECONDS = 30.0  # a lease that was not renewed for so long is free; its owner renews it every sixth of this time
+_SETTLES = 1.0  # seconds until the lease file of two processes that start at once names the one that has the lease
 _log = logging.getLogger(__name__)
 
 
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 def whole_file(path: Path) -> Generator[Path]:
     """Yield a temporary path to write to; rename it to `path` when the block ends, remove it if the block raises.
 
-    The content is flushed to the disk before the rename, and the name after it: a power failure leaves all of it, or
-    what was there before.
+    The content is flushed to the disk before the rename, and the name after it: a power failure leaves the whole new
+    file, or the file that was there before.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -62,7 +62,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Return the size of a file in bytes, and its SHA-256 in hexadecimal digits, by these names: "size", "sha256"."""
+    """Return {"size": bytes of a file, "sha256": its SHA-256 in hexadecimal digits}."""
     with path.open("rb") as file:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -74,8 +74,10 @@ def flushed_checksum(path: Path) -> dict[str, Any]:
 
 
 def cause_of(error: BaseException) -> str:
-    """Describe an error by the OSError that caused the error, if any: torch reports a full disk as a position that does
-    not fit, and the disk's own error is the cause of that."""
+    """Describe an error by the OSError that caused it; without such a cause, by the error itself.
+
+    Torch, for one, reports a full disk as a wrong position in the file; only the cause of that error names the disk.
+    """
     below: BaseException | None = error
     while below is not None and not isinstance(below, OSError):
         below = below.__cause__ or below.__context__
@@ -97,13 +99,13 @@ class AppendedFile:
         """Write the waiting records and `record`.
 
         Raises:
-            OSError: the records cannot be written now. The file is as before, and all of them wait.
+            OSError: the records cannot be written now. The file is as before, and all records wait.
         """
         self.waiting += record
         with self.path.open("ab", buffering=0) as file:
             end, unwritten = file.tell(), memoryview(self.waiting)
             try:
-                while unwritten:
+                while unwritten:  # a write may take a part of the bytes
                     unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(end)
@@ -124,7 +126,7 @@ def checkpoint_error_in(folder: Path) -> Generator[None]:
 
 
 def hold_lock(path: Path) -> IO[str]:
-    """Open the file `path` and lock it until it is closed or the process ends; its content names this process.
+    """Open the file `path`, lock it until it is closed or this process ends, and write this process's name into it.
 
     Some file systems, such as NFS and Lustre, may be without locks. There the file's modification time is a lease: its
     owner renews the lease, and a start that finds the file waits LEASE_SECONDS to see whether it is renewed.
@@ -153,6 +155,7 @@ def hold_lock(path: Path) -> IO[str]:
     file.write(owner)
     file.flush()
 
+    # Of two processes that take a lease at once, the one whose name the file holds a moment later has it.
     if not has_locks:
         time.sleep(_SETTLES)
         if path.read_text() != owner:
@@ -162,7 +165,7 @@ def hold_lock(path: Path) -> IO[str]:
 
 
 def _in_use(file: IO[str], path: Path) -> CheckpointError:
-    """Return the error about a folder that another process uses, named by the content of the lock; close the lock."""
+    """Close a lock file, and return the error that another process uses its folder; the file's content names it."""
     file.seek(0)
     holder = file.read().strip() or "another process"
     file.close()
@@ -173,9 +176,9 @@ def _in_use(file: IO[str], path: Path) -> CheckpointError:
 
 
 def _renew(file: IO[str], path: Path, owner: str) -> None:
-    """Renew a lease until its file is closed; end this process if another process has taken the lease over."""
+    """Renew the lease `path` until its file is closed; kill this process if another process has taken the lease."""
     while not file.closed:
-        with suppress(OSError):  # a server that is away for a moment
+        with suppress(OSError):  # a file server that does not answer for a moment
             if path.read_text() != owner:
                 _log.error("%s was taken over while this process stood still; it ends here, before it writes", path)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -9,24 +9,24 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
-LARGEST_TEXT = 256 * 2**20  # bytes of a file, or of a line, that is parsed as a whole
-ALWAYS_EXPANDED = 64 * 2**20  # bytes that any compressed file may expand to
-MOST_EXPANSION = 100  # beyond that, bytes for each byte of the file; text expands to 3 to 30
-MOST_REPETITION = 2_000  # the same for a table, whose columns store a value once that stands in many rows
+LARGEST_TEXT = 256 * 2**20  # most bytes of a file, or of a line, that is parsed as a whole
+ALWAYS_EXPANDED = 64 * 2**20  # bytes that any compressed file may expand to, however small it is
+MOST_EXPANSION = 100  # bytes that each byte of a larger compressed file may expand to; text expands to 3 to 30
+MOST_REPETITION = 2_000  # MOST_EXPANSION of a table, whose columns store a value once that stands in many rows
 
 
 class ForeignFileError(OSError):
-    """A file that is not read because of what it is, before its content is looked at."""
+    """A file that is refused for its type, its place or its size, whatever its content says."""
 
 
 def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None = None) -> IO[bytes]:
-    """Open a file of a stranger for reading.
+    """Open a file that someone else wrote for reading, if it is a regular file of at most `largest` bytes.
 
-    The folder of a stranger may hold a pipe, a device, a link to anywhere, a kilobyte that expands to gigabytes, or
+    A folder from elsewhere may hold a pipe, a device, a link to anywhere, a kilobyte that expands to gigabytes, or
     JSON that is nested without end.
 
     Args:
-        largest: most bytes that it may have.
+        largest: most bytes that the file may have.
         inside: folder that the file must lie in, after all links are followed; None: anywhere.
 
     Raises:
@@ -80,7 +80,7 @@ class Expansion:
     """A count of the bytes that come out of a compressed file, with a limit that no honest file reaches.
 
     Args:
-        path: of the compressed file.
+        path: path of the compressed file.
         times: the limit, as a multiple of the file's size; never less than ALWAYS_EXPANDED bytes.
     """
 
@@ -90,7 +90,7 @@ class Expansion:
         self._count = 0
 
     def add(self, count: int) -> None:
-        """Count further bytes.
+        """Count further bytes that came out of the file.
 
         Raises:
             ForeignFileError: the sum is above the limit.

@@ -9,12 +9,12 @@ from jackpot.core.errors import ConfigError
 
 
 def import_object(path: str, kind: str) -> Any:
-    """Return the object that `package.module:name` names.
+    """Import the class or function that a path such as `my_module:MyTask` names, and return it.
 
     The module is looked for where Python finds modules, and in the current folder.
 
     Args:
-        path: package.module:name.
+        path: name of the module, a colon, and the name of the class or function in it.
         kind: what the object is for, such as "task"; the error names it.
 
     Raises:

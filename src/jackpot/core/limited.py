@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-CPU_SECONDS = 2  # of a child
+CPU_SECONDS = 2  # seconds of processor time that a child may take
 MEMORY = 2**30  # bytes that a child may take beyond those of this process
 
-_SECONDS = 120  # by the clock; a child may wait for ever for a lock that a thread held when it was forked
+_SECONDS = 120  # seconds by the clock; a child may wait for ever for a lock that a thread held when it was forked
 _BEYOND = 3  # exit code of a function that took too much memory
 _STATM = Path("/proc/self/statm")
 
@@ -19,11 +19,11 @@ _STATM = Path("/proc/self/statm")
 def ends_in_limits(function: Callable[[], object]) -> bool:
     """Call a pure function in a copy of this process; tell whether it ends, in a result or an error, within the limits.
 
-    The answer is True where that cannot be tried, as without memory for a copy. Memory has no limit without /proc, as
-    on macOS.
+    Return True also where this process cannot be copied, as without memory for the copy. Where there is no /proc, as on
+    macOS, the copy has no limit of memory.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, whose locks the function must not need
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the function needs no locks
         try:
             child = os.fork()
         except OSError:
@@ -31,7 +31,7 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
 
     if child:  # this is the parent
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)  # a copy may also crash for its own reasons
+        return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)  # any other crash exceeded no limit
 
     code = 0
     with suppress(BaseException):
@@ -44,7 +44,7 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
 
 
 def _limit() -> None:
-    """Limit time and memory of this process."""
+    """Limit time and memory of this process, which is the child."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
@@ -53,7 +53,7 @@ def _limit() -> None:
 
 
 def lower_limit(limit: int, value: int) -> None:
-    """Set a limit of this process, such as RLIMIT_AS, which it cannot raise again; a lower limit stays."""
+    """Lower a limit of this process, such as RLIMIT_AS, for good; where its hard limit is lower already, take that."""
     hard = resource.getrlimit(limit)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))

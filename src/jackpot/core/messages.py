@@ -68,7 +68,7 @@ def unpack(message: Tensor) -> Any:
         if not torch.equal(message[:_ALIGNED], _checksum(message)):
             raise ValueError("it was altered on its way")
         return _unpacked(message[_ALIGNED:])
-    except Exception as error:  # foreign bytes may raise anything
+    except Exception as error:  # bytes that are no message of `pack` may raise any error
         raise MessageError(
             f"a message cannot be read: {type(error).__name__}: {error}; look at the connection, and type the same "
             f"command again, which continues from the newest checkpoint"
@@ -76,13 +76,14 @@ def unpack(message: Tensor) -> Any:
 
 
 def _checksum(message: Tensor) -> Tensor:
-    """Return the CRC-32 of what follows the place of the checksum, [8] uint8."""
+    """Return the CRC-32 of a message without its first 8 bytes, the place of the checksum: [8] uint8."""
     checksum = zlib.crc32(message[_ALIGNED:].numpy().data).to_bytes(_ALIGNED, "little")
     return torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
 
 
 def _unpacked(message: Tensor) -> Any:
-    """Return the value of a message without its checksum."""
+    """Decode a message whose checksum was cut off, [n] uint8, and return its value."""
+    # The JSON has the value, in which tensors are indices, and number format and shape of each tensor.
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
     content, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 
@@ -103,10 +104,10 @@ def _unpacked(message: Tensor) -> Any:
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a value as JSON can hold it, and add its tensors to `tensors`.
+    """Convert a value to plain JSON values, and append the tensors that it holds to `tensors`.
 
-    JSON's lists are lists. Everything else that JSON lacks is an object of one entry, its type: {"tuple": [...]},
-    {"Score": [...]} with the values of the fields, or {"tensor": 2}, the index in `tensors`.
+    A list stays a list. Of everything else that JSON lacks, the type becomes the key of an object with one entry:
+    {"tuple": [...]}, {"Score": [...]} with the values of the fields, or {"tensor": 2}, the index in `tensors`.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -129,7 +130,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _value(plain: Any, tensors: list[Tensor]) -> Any:
-    """Return the value that `_plain` made JSON of."""
+    """Convert the JSON value that `_plain` returned back to the value that `_plain` was given."""
     if isinstance(plain, list):
         return [_value(item, tensors) for item in plain]
     if not isinstance(plain, dict):

@@ -24,11 +24,14 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class Metric(ABC):
-    """A number, carried as tensors that add up; each subclass is a frozen dataclass of such tensors."""
+    """A number that is stored as tensors, so that metrics of parts of the data can be added to that of the whole.
+
+    Each subclass is a frozen dataclass of such tensors.
+    """
 
     added_by: ClassVar[str]
-    """A letter for each field, how it adds up: "h" the sum of a histogram's counts, "+" a sum, "m" a maximum, "l" the
-    log of a sum."""
+    """A letter for each field, which says how two values of the field are combined: "h" adds the counts of histograms,
+    "+" adds, "m" takes the maximum, "l" adds numbers that are stored as logs."""
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the values of the fields."""
@@ -41,11 +44,11 @@ class Metric(ABC):
     @property
     @abstractmethod
     def value(self) -> Tensor:
-        """Return the number itself, a scalar."""
+        """Return the number that the tensors stand for, a scalar."""
 
     @classmethod
     def named(cls, sums: Mapping[str, "Metric"], name: str) -> Self:
-        """Return the metric of that name, as an instance of this class.
+        """Return the metric `name` of `sums`, after a check that it is an instance of this class.
 
         Raises:
             TypeError: the metric is of another class.
@@ -108,7 +111,10 @@ class Mean(Metric):
 
     @property
     def effective_share(self) -> Tensor:
-        """Return the effective sample size over n of entries that are weights: (sum w)^2 / (n sum w^2), 1 if equal."""
+        """Return the effective sample size of n entries that are weights, divided by n: (sum w)^2 / (n sum w^2).
+
+        It is 1 if all weights are equal.
+        """
         return self.total.square() / (self.squares * self.count)
 
 
@@ -148,7 +154,7 @@ class ClusteredMean(Metric):
 
     @property
     def estimate(self) -> Estimate | None:
-        """Return the mean with its standard error, which a single response leaves unknown; None without entries."""
+        """Return the mean with its standard error, which is None for a single response; return None without entries."""
         if not self.count:
             return None
         return Estimate(float(self.value), float(self.standard_error) if self.responses > 1 else None)
@@ -220,7 +226,10 @@ class EffectiveSampleSize(Metric):
 
     @classmethod
     def of_each(cls, log_weights: Tensor, masks: Mapping[str, Tensor]) -> dict[str, "EffectiveSampleSize"]:
-        """Sum the weights e^`log_weights` where each mask is True, by the masks' names; all of one shape, any."""
+        """Sum the weights e^`log_weights` once for each mask, where the mask is True; return the sums by mask.
+
+        All tensors have one shape, any.
+        """
         members = torch.stack(list(masks.values()))
         rows = torch.where(members, log_weights.detach().double(), -torch.inf).flatten(1)  # [G, N] for G masks
         fields = rows.logsumexp(1), (2.0 * rows).logsumexp(1), members.flatten(1).sum(1).double()
@@ -266,14 +275,15 @@ class Histogram(Metric):
 
 _BINS = 2048
 _SCALE, _LIMIT = 1e-4, 40.0
-_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # of a bin, in u
+_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # width of a bin, in the u of `Histogram`
 
 Kind = TypeVar("Kind", bound=Metric)
-Means = dict[str, Mean]  # by the metrics' names
+Means = dict[str, Mean]  # metrics by their names, as `Sums` too
 Sums = dict[str, Metric]
 
 
-_NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}  # a field's number that adds nothing, by `added_by`
+# By the letters of `Metric.added_by`: the number that changes nothing when it is added to a field.
+_NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}
 
 
 def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
@@ -317,7 +327,7 @@ def add_sums(*metric_sets: Mapping[str, Kind]) -> dict[str, Kind]:
 
 
 def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
-    """Return the sums over all ranks, in one message; `sums` itself without torch.distributed.
+    """Add up the metrics `sums` of all ranks, in one message; without torch.distributed return `sums` itself.
 
     Every rank must hold the same names, on the same type of device. Where the ranks have NCCL alone, metrics on the CPU
     are sent by way of this rank's GPU.
@@ -343,7 +353,7 @@ def _has_ranks() -> bool:
 
 
 def _of_every_rank(row: Tensor) -> list[Tensor]:
-    """Return the rows of all ranks, which have one shape, on the device of this rank's `row`."""
+    """Gather the tensors `row` of all ranks, which have one shape, on the device of this rank's `row`."""
     message = row.cuda() if dist.get_backend() == "nccl" else row
     rows = [torch.empty_like(message) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, message)
@@ -363,7 +373,8 @@ def to_host(sums: Mapping[str, Kind]) -> dict[str, Kind]:
 
 def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors of one device, of any shapes and dtypes, to the CPU in one transfer."""
-    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())  # so that each is aligned
+    # Tensors with the widest elements come first, so that each begins at a multiple of its element's size.
+    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
     if not order:
         return []
 
@@ -376,10 +387,10 @@ def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 class _Layout(NamedTuple, Generic[Kind]):
     """The order of metrics' fields in a row of L numbers: histograms, then sums, maxima, and logs of sums."""
 
-    classes: dict[str, type[Kind]]  # of the metrics, by name
+    classes: dict[str, type[Kind]]  # class of each metric, by the metric's name
     fields: list[tuple[str, int]]  # the metric's name and the field's index in it, in the order of the row
-    sizes: list[int]  # how many numbers are added (each histogram has `_BINS`), are maxima, and are logs of sums
-    histograms: int  # how many fields are histograms
+    sizes: list[int]  # numbers of the row's parts: sums (each histogram has `_BINS`), maxima, logs of sums
+    histograms: int  # number of fields that are histograms
 
 
 def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
@@ -392,12 +403,12 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
 
 
 def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
-    """Write all fields into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
+    """Write the fields of all metrics into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
     entries = {name: tuple(entry) for name, entry in sums.items()}
     any_field = next(iter(entries.values()))[0]
 
     def nothing(metric_class: type[Kind], index: int) -> Tensor:
-        """Return what adds nothing to a field of a metric."""
+        """Return a field's value for a metric that `sums` lacks: numbers that change nothing when they are added."""
         how = metric_class.added_by[index]
         return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
@@ -410,7 +421,7 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
 
 
 def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
-    """Build the metrics of a row; their fields are views of it."""
+    """Build metrics from a row [L] that `_packed` has written; their fields are views of the row."""
     end = _BINS * layout.histograms
     columns = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
     by_field = dict(zip(layout.fields, columns, strict=True))
@@ -421,6 +432,6 @@ def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
 
 
 def _added(rows: Tensor, layout: _Layout[Kind]) -> Tensor:
-    """Add the metrics of several rows, [R, L] -> [L]."""
+    """Add the metrics that R rows of one layout hold, field by field: [R, L] -> [L]."""
     sums, largest, logs = rows.split(layout.sizes, dim=1)
     return torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)])

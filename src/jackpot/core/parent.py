@@ -8,7 +8,7 @@ from contextlib import suppress
 from multiprocessing import parent_process
 from threading import Thread
 
-_LOOKS = 1.0  # seconds between two looks at the parent, where the kernel does not tell
+_LOOKS = 1.0  # seconds between two looks at the parent, where the kernel does not report its end
 
 
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -23,10 +23,11 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 def _watch(parent: int, signal_number: int) -> None:
     """Wait until the parent is gone, then send the signal."""
-    if starter := parent_process():  # of multiprocessing, whose fork server outlives it and is the parent
+    if starter := parent_process():  # multiprocessing started this process; its fork server may outlive the starter
         starter.join()
     else:
-        with suppress(AttributeError, OSError):  # on Linux; readable once the process has ended
+        # On Linux a descriptor becomes readable when the parent ends; elsewhere look again and again.
+        with suppress(AttributeError, OSError):
             parent_ended = select.poll()
             parent_ended.register(os.pidfd_open(parent), select.POLLIN)
             parent_ended.poll()

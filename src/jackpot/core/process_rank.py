@@ -11,14 +11,14 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class ProcessRank(NamedTuple):
     """The rank of a process, and how many processes train one run together."""
 
-    rank: int  # 0 leads
-    size: int  # ranks of the run
-    local_rank: int  # on this machine
-    local_size: int  # ranks on this machine
+    rank: int  # from 0; rank 0 leads
+    size: int  # number of ranks of the run
+    local_rank: int  # from 0, among the ranks on this machine
+    local_size: int  # number of ranks on this machine
 
     @property
     def beside(self) -> int | None:
-        """Return the ranks on this machine; None where no launcher started several."""
+        """Return the number of ranks on this machine, this one included; None for a run of one process."""
         return self.local_size if self.size > 1 else None
 
 

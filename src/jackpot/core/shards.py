@@ -44,7 +44,7 @@ def part_like(source: Any, like: Tensor) -> Tensor:
         raise ValueError(f"it has the shape {shape}, {list(like.shape)} is wanted")
 
     slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    shard = source[slices].to(local(like).device, copy=True)  # out of the memory of the file
+    shard = source[slices].to(local(like).device, copy=True)  # a copy, which does not keep the file's memory
     if not is_sharded(like):
         return shard
 
@@ -53,16 +53,18 @@ def part_like(source: Any, like: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's part of each tensor, as `local` does."""
+    """Return this rank's part of each tensor; a plain tensor is returned as it is."""
     return [local(tensor) for tensor in tensors]
 
 
 def norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the Euclidean norm of all numbers of some tensors, on all ranks if they are sharded: a float64 scalar.
+    """Compute the Euclidean norm of all numbers in several tensors together: a float64 scalar.
 
-    Sums are float64, so that the norm is the same up to 1e-16 however the tensors are sharded.
+    Of sharded tensors the shards of all ranks count. Sums are float64, so that the norm is the same up to 1e-16 however
+    the tensors are sharded.
     """
-    norms = torch._foreach_norm(locals_of(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateUsage]  # the only
+    # Torch has no public function for the norms of many tensors at once.
+    norms = torch._foreach_norm(locals_of(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateUsage]
     squares = torch.stack(norms).square().sum()
     if is_sharded(tensors[0]):
         squares = all_reduce_sums({"squares": Sum(squares)})["squares"].total

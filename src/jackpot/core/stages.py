@@ -11,17 +11,18 @@ _LOG = logging.getLogger("jackpot.stages")
 
 
 def stage(text: str) -> None:
-    """Say what begins now, in words such as "loading the policy"."""
+    """Log what this process begins now, in words such as "loading the policy"."""
     _LOG.info("%s", text)
 
 
 @contextmanager
 def listening(show: Callable[[str], None]) -> Generator[None]:
-    """Call `show` with every stage that begins meanwhile, from the thread in which it begins."""
+    """Call `show` with the text of every stage that begins within the block, in the thread that begins the stage."""
 
     def show_message(record: logging.LogRecord) -> bool:
+        """Show a logged stage; as a filter, keep its message."""
         show(record.getMessage())
-        return True  # it is no filter in truth: others listen too
+        return True  # this filter drops no message: others listen too
 
     level, propagate = _LOG.level, _LOG.propagate
     _LOG.addFilter(show_message)

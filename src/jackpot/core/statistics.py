@@ -16,7 +16,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean, or a function of means, with its standard error; None where too few values were measured."""
+    """A mean, or a function of means, with its standard error, which is None where there are too few values."""
 
     value: float
     error: float | None
@@ -30,7 +30,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and the bounds of its confidence interval; None where too few values were measured."""
+    """A mean and the bounds of its confidence interval, which are None where there are too few values."""
 
     value: float
     low: float | None
@@ -98,6 +98,7 @@ def student_t(degrees: int) -> float:
     if degrees == 4:
         return 2.0 * sqrt(cos(acos(outside) / 3.0) / outside - 1.0)
 
+    # The normal quantile, and the terms of the expansion in 1 / degrees, 1 / degrees^2, ...
     z = NormalDist().inv_cdf(0.5 + 0.5 * CONFIDENCE)
     terms = (
         (z**3 + z) / 4,

@@ -76,12 +76,12 @@ class Rollout:
     prompt: Prompt
     finish: Finish  # "stop": a stop token; "length": the token limit; "aborted": the engine gave the response up
     token_ids: Tensor  # [T] int64
-    rollout_log_probs: Tensor  # [T] float32, of the sampled token after temperature, top-p and top-k; 0 if not sampled
+    rollout_log_probs: Tensor  # [T] float32, of each token after temperature, top-p and top-k; 0 if it was not sampled
     sampled_mask: Tensor  # [T] bool, True where the model sampled the token, False where a tool or template inserted it
     top_ids: Tensor  # [T, K] int64, most probable first
     top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution and if not sampled
     versions: Tensor  # [T, 2] int64, the Version of the weights that sampled each token
-    sampled_by: Role | None = None  # the model of a run that sampled it; None outside of a run's rollout batches
+    sampled_by: Role | None = None  # the run's model that sampled the response; None outside of a run's batches
 
 
 # The fields of a `Rollout` with one entry for each token.
@@ -94,7 +94,7 @@ class Score:
 
     reward: float  # what training maximizes
     correct: bool | None = None  # whether the response is right; accuracies count this. None: the task has no verdict
-    reward_error: RewardError | None = None  # why scoring failed: the answer counts as wrong, or the function as 0
+    reward_error: RewardError | None = None  # why scoring failed; the answer counts as wrong, a failed function as 0
     reward_retries: int = 0  # calls that were repeated because they failed
     error_text: str | None = field(default=None, compare=False)  # which reward failed, its error, and where in its file
 
@@ -117,7 +117,7 @@ class TrainingSample:
     rollout: Rollout
     score: Score
     advantages: Tensor  # [T] float32; one number for all tokens where the response as a whole has the advantage
-    values: Tensor | None = None  # [T] float32, the critic's before the first update on the batch; None: no critic
+    values: Tensor | None = None  # [T] float32, the critic's values before the first update; None: no critic
     returns: Tensor | None = None  # [T] float32, what the critic learns to predict
 
 
@@ -125,10 +125,10 @@ class AttentionBlock(NamedTuple):
     """The shape of rows of similar lengths whose attention is computed together, each padded to the longest."""
 
     rows: int
-    queries: int  # of each row
-    keys: int  # of each row
+    queries: int  # query tokens of each row
+    keys: int  # key tokens of each row
     is_square: bool  # queries and keys are the same tokens, so that plain causal attention serves
-    masks: int  # different masks: 1 where all rows have the same, else one for each row
+    masks: int  # number of different masks: 1 where all rows have the same mask, else one for each row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +136,7 @@ class PackedRow:
     """The tokens of a micro-batch as one row without padding: `S` tokens, each prompt before its responses.
 
     The last token of a response is left out, for it predicts nothing. A prompt with several responses stands once: it
-    attends to itself, and each of its responses to the prompt and to itself. An index counts tokens of the row.
+    attends to itself, and each of its responses to the prompt and to itself. Every index is that of a token in the row.
 
     There are two plans to compute attention, with equal results: the fields `block_*` plan blocks of padded rows, which
     every kernel takes; `cu_*` and `sequence_keys` plan sequences of their own lengths, for kernels of variable lengths.
@@ -161,7 +161,7 @@ class PackedRow:
     block_outputs: Tensor  # [S] int64, where each token stands in block_queries
     cu_queries: Tensor  # [sequences + 1] int32, cumulative lengths: where each sequence of queries ends in the row
     cu_keys: Tensor  # [sequences + 1] int32, cumulative lengths: where its keys end in sequence_keys
-    sequence_keys: Tensor  # [keys of all sequences] int64, indices
+    sequence_keys: Tensor  # [keys of all sequences] int64, indices of the keys of each sequence, one after the other
     longest: tuple[int, int]  # most queries and most keys of any sequence
 
 
@@ -178,8 +178,8 @@ class TokenBatch:
         response_index  [0, 1, 2, 3, 6, 7]  (where response_mask equals attention_mask)
     """
 
-    uids: tuple[str, ...]  # B, of the rollouts
-    prompt_ids: Tensor  # [U, P] int64
+    uids: tuple[str, ...]  # [B] uid of each rollout
+    prompt_ids: Tensor  # [U, P] int64, the distinct prompts' token ids
     prompt_mask: Tensor  # [U, P] bool, False where padded
     prompt_index: Tensor  # [B] int64, the row of prompt_ids that each response answers
     response_ids: Tensor  # [B, T] int64
@@ -193,7 +193,7 @@ class TokenBatch:
     top_log_probs: Tensor  # [B, T, K] float32, their log-probs
     versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
-    values: Tensor | None = None  # [B, T] float32, the critic's before the first update; None: no critic
+    values: Tensor | None = None  # [B, T] float32, the critic's values before the first update; None: no critic
     returns: Tensor | None = None  # [B, T] float32, what the critic learns to predict
     packed: PackedRow | None = None  # the same tokens for models that read them without padding; None: read as padded
 

@@ -63,4 +63,5 @@ def cached_numbers(model: PreTrainedModel) -> int:
 
 
 def _head_dim(config: PreTrainedConfig) -> int:
+    """Return the number of channels of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -13,7 +13,7 @@ from torch import Tensor
 from jackpot.models.sampling import sample_tokens
 
 Chance = TypeVar("Chance", float, Tensor)
-MOST_DRAFTS = 8  # most drafts before a verifying pass that advice considers
+MOST_DRAFTS = 8  # most drafts for one verifying pass that the advice on settings considers
 
 
 class Verdict(NamedTuple):
@@ -49,8 +49,9 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
     is_draft = drafted_probs > 0.0
     accepted = is_draft & (uniforms[:, :1] * lam * drafted_probs < probs.gather(1, index))
 
+    # r, not normalized; p itself where there is no residual.
     residual = (probs - draft_probs).clamp_(min=0.0)
-    is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # also where `draft_probs` is NaN
+    is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # True also where `draft_probs` is NaN
     residual = torch.where(is_empty, probs, residual)
     replacements = sample_tokens(residual, uniforms[:, 1])
 

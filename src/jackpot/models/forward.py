@@ -63,8 +63,8 @@ def response_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
 def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Tensor:
     """Return the hidden states that predict some response tokens, after the final norm and before the head: [N, H].
 
-    The tokens of tools are read as all others. Where the model allows it (`can_pack`), it reads the batch without
-    padding, in one pass of the backbone; else by `predicting_hidden`.
+    The tokens of tools are read as all others. Where the model allows it (`can_pack`), the backbone reads the batch
+    without padding, in one pass; else `predicting_hidden` reads it with padding.
 
     Args:
         index: [N], positions in the flat `batch.attention_mask` [B * T], where that is True.
@@ -156,7 +156,7 @@ def predicting_hidden(
         states = _states(model, torch.cat([prompts[prompt_index], inputs], dim=1), mask, None)
         return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
 
-    # Without the config a sliding layer keeps all tokens too, and the mask hides those outside of the window.
+    # A cache made without the config keeps all tokens of a sliding layer too; the mask hides those outside the window.
     cache = DynamicCache()
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
 
@@ -231,6 +231,7 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
 def _is_length_free(model: PreTrainedModel) -> bool:
     """Tell whether keys and values of a token depend only on the tokens up to it, however long the sequence gets."""
+    # The rotary settings are one dict, or a dict for each kind of layer.
     by_layer = getattr(_text_config(model), "rope_parameters", None) or {}
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
     return (
@@ -331,6 +332,7 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the config of the language model, which may be a part of a model that also reads images."""
     return model.config.get_text_config()
 
 
@@ -353,7 +355,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
     model.gradient_checkpointing_enable()
     config = _text_config(model)
-    for layer in layers:  # the second pass attends as the first one did, whatever the config says by then
+    # The second forward pass, in backward, uses the attention of the first, though the config may name another by then.
+    for layer in layers:
         layer.forward = partial(
             checkpoint,
             layer.forward,

@@ -24,7 +24,7 @@ Forward = Callable[..., Any]
 
 CHUNK = 2**18  # numbers of a tensor that are read at a time: 1 MiB in float32
 PRODUCT_ROWS = 2048  # most rows that are gated and multiplied at a time; products of fewer rows are slower
-_WIDE = torch.float32  # of intermediate results and sums
+_WIDE = torch.float32  # dtype of intermediate results and sums
 TOLERANCES = {_WIDE: 1e-5, torch.bfloat16: 0.02}
 """The most by which outputs and gradients may differ from what a module computed before, as a share of the largest
 number of a tensor, by the dtype of its inputs."""
@@ -62,7 +62,7 @@ class RMSNorm(torch.autograd.Function):
             chunk = rows[run].to(_WIDE)
             norm = torch.linalg.vector_norm(chunk, dim=1, keepdim=True)
             torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[run])
-            # Without rounding in between, the memory of the result serves for x r too.
+            # Where nothing is rounded in between, the normed x is computed in the memory of the result.
             normed = torch.mul(chunk, scale[run], out=out[run] if x.dtype == out.dtype == _WIDE else None)
             torch.mul(normed.to(x.dtype), weight, out=out[run])
 
@@ -93,7 +93,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 class GatedProduct(torch.autograd.Function):
-    """The product (silu(gate) * up) W^T, [..., I] and W [H, I] -> [..., H], in the dtype of gate and up.
+    """The product (silu(gate) * up) W^T of gate and up [..., I] and W [H, I]: [..., H], in the dtype of gate and up.
 
     Backward forms the first factor again; the gradient of W is summed in float32.
     """
@@ -113,12 +113,14 @@ class GatedProduct(torch.autograd.Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of gate, up and W from `grad`, the gradient of the product, [..., H]."""
         gate, up, weight = ctx.saved_tensors
         gates, ups = _rows(gate), _rows(up)
         grads, matrix = _rows(grad), weight.to(gate.dtype)
         to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
         to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
 
+        # `products` is the gradient of silu(gate) * up; it is then multiplied by each factor for that of the other.
         for run in _runs(len(gates), PRODUCT_ROWS):
             active = silu(gates[run])
             if to_weight is not None:
@@ -145,6 +147,7 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Rotate the gradient back: the transpose of a rotation has the opposite angle."""
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
         return _rotated(grad, cos, sin[..., half:], -sin[..., :half]), None, None
@@ -168,10 +171,12 @@ def _runs(count: int, longest: int) -> Iterator[slice]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
+    """Reshape [..., D] to a matrix [N, D]."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product a b to `total`, which may have a wider dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -219,6 +224,7 @@ def _norm(module: nn.Module) -> Forward | None:
 
 
 def _run_norm(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
+    """Run a norm by `RMSNorm`, or by the module's own forward where a dtype is unknown to `RMSNorm`."""
     if module.weight.dtype != _WIDE or x.dtype not in TOLERANCES:
         return own_forward(x)
     return RMSNorm.apply(x, module.weight, module.variance_epsilon)
@@ -237,6 +243,7 @@ def _mlp(module: nn.Module) -> Forward | None:
 
 
 def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
+    """Run a gated MLP by `GatedProduct`, or as the module does where a layer has an adapter or another dtype."""
     last = module.get_submodule("down_proj")
     if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
         return own_forward(x)
@@ -247,12 +254,15 @@ def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Tell whether a module's forward takes one tensor and nothing else, such as a gate."""
+    """Tell whether a module's forward has one argument alone; some norms also take a gate."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
 def _attention(module: nn.Module) -> Forward | None:
-    """Return the forward of an attention module with `_rotate` in place of the rotation that it calls; None without."""
+    """Return the forward of an attention module with `_rotate` in place of the rotation that it calls.
+
+    Return None for a module that calls no rotation, or another one than `_rotate` computes.
+    """
     function = type(module).forward
     own_rotation = getattr(function, "__globals__", {}).get(_ROTATE)
     if own_rotation is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(own_rotation):
@@ -283,6 +293,7 @@ def _rotates_alike(own_rotation: Forward) -> bool:
 def _rotate(
     own_rotation: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by `Rotation`, or by the model's own function where their form is unknown."""
     is_known = all(tensor.dtype == _WIDE and tensor.shape[-1] == cos.shape[-1] for tensor in (q, k, cos))
     if options or not is_known:
         return own_rotation(q, k, cos, sin, **options)
@@ -291,7 +302,7 @@ def _rotate(
 
 
 def _random_inputs(*shape: int) -> Tensor:
-    """Return random numbers in rows of two sizes: sums of squares are far above a norm's epsilon, or near it."""
+    """Return random numbers [shape], every second row 1000 times smaller, so that a norm's epsilon matters there."""
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     inputs[::2] *= 1e-3
     return inputs
@@ -305,7 +316,7 @@ def _agree(own_forward: Forward, fused: Forward, inputs: Sequence[Tensor], modul
         return True
 
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    results = []
+    results = []  # of each function: its outputs, and the gradients of inputs and weights for random output gradients
 
     with in_float32(module) if module else nullcontext():
         for run in (own_forward, fused):

@@ -30,8 +30,8 @@ class Gathered(nn.Module):
     All ranks have to make the same calls in the same order, and each call has to run the same layers.
 
     Args:
-        models: by any name.
-        device: on which this rank computes.
+        models: the learner's models, by any name.
+        device: device on which this rank computes.
     """
 
     def __init__(self, models: Mapping[str, PreTrainedModel], device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Gathered(nn.Module):
 
 
 def check_layers(name: str, model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers of a model, which are sharded one by one.
+    """Return the layers of a model, which `shard` shards one by one.
 
     Raises:
         ModelError: the model has none.
@@ -107,7 +107,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     root = Gathered(models, device)
     ties_before = {name: _ties(model) for name, model in models.items()}
 
-    units = []
+    units = []  # the modules whose weights are gathered by themselves: layers, and embeddings with their own weight
     for name, model in models.items():
         layers = check_layers(name, model)
         embedding = model.get_input_embeddings()
@@ -123,7 +123,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
 
     for module in root.modules():
         if isinstance(module, FSDPModule):  # the settings of a module do not hold for those inside of it
-            module.set_gradient_divide_factor(1.0)  # numerators add up
+            module.set_gradient_divide_factor(1.0)  # gradients are numerators, which add up over ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by 1
 
     for name, model in models.items():
@@ -140,8 +140,8 @@ def gather(
 ) -> Iterator[tuple[str, Tensor]]:
     """Gather sharded tensors, each on one rank, and yield them whole there. Plain tensors are yielded on every rank.
 
-    All ranks have to go through the same tensors to the end. Messages have `BUCKET` bytes. Sharded tensors for one rank
-    keep their order.
+    All ranks have to go through the same tensors to the end. A message gathers up to `BUCKET` bytes of tensors, or one
+    larger tensor. Sharded tensors for one rank keep their order.
 
     Args:
         rank_of: chooses the rank that gets a tensor, by the tensor's name and bytes; the first rank by default.
@@ -167,6 +167,7 @@ def gather(
 def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
     """Gather tensors on a rank in one message of bytes; each shard is padded to the length of the first rank's."""
     ranks = dist.get_world_size()
+    # Bytes of the first rank's shard of each tensor: FSDP cuts a tensor's rows evenly, and rounds up.
     lengths = [-(-len(tensor) // ranks) * tensor.nbytes // len(tensor) for _, tensor in bucket]
     shards = [local(tensor).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
     message = torch.zeros(sum(lengths), dtype=torch.uint8, device=shards[0].device)

@@ -43,7 +43,7 @@ def check_found(paths: Mapping[str, str], needs_files: bool = True) -> None:
     """Refuse models that cannot be loaded; the hub is only asked whether it answers.
 
     Args:
-        paths: by the name that an error gives the model.
+        paths: paths of the models, by the names that errors give them.
         needs_files: False where the shapes of published models (`published.py`) suffice.
 
     Raises:

@@ -37,11 +37,11 @@ from jackpot.models.hub import ADVICE, REMEDIES, resolve_path, stays_local
 from jackpot.models.published import is_from_table, published_config
 
 ALIGNMENT = 64  # bytes; the address of a tensor that torch makes is a multiple of them
-MOST_LAYERS = 1_000  # of a model; published models have up to 130
+MOST_LAYERS = 1_000  # most layers of a model; published models have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the name that settings use
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # torch's dtypes by their names in settings
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
-_READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of files that transformers reads
+_READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # suffixes of files that transformers reads
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LOADING_ERRORS = (  # what libraries raise at files that are missing, damaged or of strange content
     *(OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError),
@@ -79,7 +79,7 @@ def load_value_model(
     The folder of a language model will do: its critic gets a new head of zeros.
 
     Args:
-        device: as in `load_model`.
+        device: device of the weights, as in `load_model`.
 
     Raises:
         ModelError: as `load_model`, or an architecture without token classification.
@@ -87,12 +87,13 @@ def load_value_model(
     stage(f"loading the critic {path}")
     verbosity = transformers_logging.get_verbosity()
 
-    transformers_logging.set_verbosity_error()  # it would advise to train the new head, which a critic does anyway
+    transformers_logging.set_verbosity_error()  # hides the advice to train the new head, which a critic's run does
     try:
         model, info = _from_pretrained(AutoModelForTokenClassification, path, dtype, device, num_labels=1)
     finally:
         transformers_logging.set_verbosity(verbosity)
 
+    # Where the folder has no weights for the critic's head, it is a language model's: begin with a head of zeros.
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     is_new = set(info["missing_keys"]) == set(head)
     if is_new:
@@ -109,7 +110,9 @@ def load_value_model(
 
 @contextlib.contextmanager
 def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
-    """Replace weights of other dtypes by float32 ones in the body, as training does with weights that are in files.
+    """Replace a module's weights of other dtypes by float32 weights for the `with` block, and put them back after it.
+
+    Training replaces weights that are still in their files in the same way.
 
     Args:
         cast: returns the float32 tensor of a weight.
@@ -168,6 +171,7 @@ def _check_named_files(path: str | Path) -> None:
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
+    # Pairs of the file that names a file of weights, and the name.
     for file, name in named_files:
         if not _is_inside(name):
             raise ModelError(
@@ -205,8 +209,8 @@ def _is_inside(name: Any) -> bool:
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
     """Do what `_read` does, with weights that are views of their files; None where names or dtypes do not allow it.
 
-    transformers gets weights that are a single number each, expanded, so that everything but the weights is made as it
-    makes it from a folder.
+    transformers gets a single number, expanded to the shape of each weight, in place of the weights, and makes the rest
+    of the model as from a folder.
     """
     source = resolve_path(path)
     try:
@@ -393,6 +397,7 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
 
     differing = [token for token in first | second if first.get(token) != second.get(token)]
     ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}
+    # The token with the lowest id in either tokenizer.
     token = min(differing, key=lambda token: (min(ids[token]), ids[token]))
     raise DataError(
         f"the tokenizers differ at token {token!r}: id {first.get(token, 'none')} in {a.name_or_path or 'the first'}, "
@@ -410,8 +415,8 @@ def head_rows(paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrain
     in inputs. The weights stay whole: longer output layers are saved and sent with all their rows.
 
     Args:
-        paths: of the models, by the name that an error gives them.
-        tokenizer: of all models; None: it is not checked.
+        paths: paths of the models, by the names that errors give them.
+        tokenizer: tokenizer of all models; None: its size is not checked.
 
     Raises:
         ModelError: the tokenizer has more tokens than the shortest output layer has rows.

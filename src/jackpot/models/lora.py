@@ -82,7 +82,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
-            peft.inject_adapter_in_model(settings, model)  # an adapter gets the dtype of its layer
+            # peft gives an adapter its layer's dtype, so it is shown float32 weights, which take no memory.
+            peft.inject_adapter_in_model(settings, model)
 
     # A layer that computes with codes needs those of its merged weight: the codes of W and of B A do not add up.
     for layer in model.modules():
@@ -102,8 +103,8 @@ def merged_weights(
     bfloat16 loses changes of a weight below its rounding, as for any bfloat16 copy of a trained model.
 
     Args:
-        dtype: of merged weights, and of gathered ones, which are cast before they are gathered; None: each weight keeps
-            its dtype.
+        dtype: dtype of merged weights, and of sharded weights, which are cast before they are gathered; None: each
+            weight keeps its dtype.
         rank_of: as in `gather`; the same rank for all tensors of one name.
     """
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
@@ -117,6 +118,7 @@ def merged_weights(
             else:
                 yield name, parameter.to(dtype) if dtype and is_sharded(parameter) else parameter
 
+    # A weight and its A and B come one after the other, under one name.
     for name, group in groupby(gather(stored(), rank_of), key=itemgetter(0)):
         weight, *factors = (tensor for _, tensor in group)
         if factors:
@@ -138,7 +140,8 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
-    first = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}  # names of tied weights
+    # The first name of each parameter; in the state of the model, a tied weight has further names.
+    first = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
     state = {
         _plain(name): merged.get(first[id(tensor)]) if id(tensor) in first else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -147,6 +150,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     state = {name: tensor for name, tensor in state.items() if tensor is not None}  # the others are in other parts
 
     def write() -> list[Path]:
+        """Write the part, and return the files of its weights."""
         is_whole = part.size == 1
         files = _write_whole(model, folder, state) if is_whole else _write_one(model, folder, state, part)
         if adapter and part.number == 0:
@@ -189,6 +193,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _peft() -> ModuleType:
+    """Import peft, and return the module; raise ConfigError where it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -199,6 +204,7 @@ def _peft() -> ModuleType:
 
 
 def _has_delta(layer: nn.Module) -> bool:
+    """Tell whether a layer has an adapter."""
     return hasattr(layer, "get_delta_weight")
 
 
@@ -238,6 +244,7 @@ def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], p
 
 
 def _leaf(name: str) -> str:
+    """Return the last part of a module's dotted name."""
     return name.rpartition(".")[2]
 
 
@@ -247,10 +254,12 @@ def _plain(name: str) -> str:
 
 
 def _base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters but the adapter's, detached, by the names that they have with an adapter."""
     return ((name, tensor.detach()) for name, tensor in model.named_parameters() if not name.endswith(_END))
 
 
 def _plain_base(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters but the adapter's, detached, by the names that they have without an adapter."""
     return ((_plain(name), tensor) for name, tensor in _base_parameters(model))
 
 
@@ -264,4 +273,5 @@ def _adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _shapes(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the shape of each tensor, by its name."""
     return {name: tensor.shape for name, tensor in tensors.items()}

@@ -29,7 +29,7 @@ _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions"
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the number of tokens that a query of each layer attends to, itself included; None for all up to it."""
+    """Return for each layer the sliding window, in tokens and with the query's own; None for full causal attention."""
     layers = DynamicCache(config=config).layers
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
@@ -44,11 +44,11 @@ class AttentionPlan:
         self._block_masks: dict[int | None, BlockMask] = {}
 
     def window(self, layer: int, passed_window: int | None) -> int | None:
-        """Return the number of tokens that a query of a layer attends to, itself included; None for all up to it.
+        """Return the sliding window of a layer, in tokens and with the query's own; None for full causal attention.
 
         Args:
             layer: the index of the layer.
-            named: the window that the layer passes to its attention; None where it passes none.
+            passed_window: the window that the layer passes to its attention; None where it passes none.
 
         Raises:
             ModelError: the layer passes another window than the config has.
@@ -61,8 +61,8 @@ class AttentionPlan:
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the mask of every block, [masks, 1, queries, keys], to be added to the scores; None for plain causal
-        attention. Masks are made once for all layers."""
+        """Return the mask of every block, [masks, 1, queries, keys], to be added to the attention scores; None for a
+        block with plain causal attention. Masks are made once for all layers."""
         if (window, dtype) not in self._masks:
             positions = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
             self._masks[window, dtype] = [
@@ -81,7 +81,10 @@ class AttentionPlan:
 
 
 def _mask(last: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return 0 where a query sees a key and -inf elsewhere, [masks, 1, queries, keys]; `last` is its last key."""
+    """Return 0 where a query sees a key and -inf elsewhere, [masks, 1, queries, keys].
+
+    `last` [masks, 1, queries, 1] is the last key that each query sees, counted from 0.
+    """
     columns = torch.arange(keys, device=last.device)
     hidden = columns > last
     if window is not None:
@@ -132,7 +135,7 @@ def packed_attention(
 
     window = packed.window(module.layer_idx, sliding_window)
 
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms leave fp32, which flash does not take
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms give float32, which flash does not take
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
@@ -150,7 +153,10 @@ def packed_attention(
 def _by_block(
     plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
-    """Return the output [S, heads, D'], one block of the plan after the other."""
+    """Return the output [S, heads, D'] of attention, which is computed one block of the plan after the other.
+
+    Shapes: query [S, heads, D], key [S, key heads, D], value [S, key heads, D'].
+    """
     row = plan.row
     groups = query.shape[1] // key.shape[1]
     if query.is_cuda and groups > 1:  # CUDA's kernels take grouped heads only without a mask
@@ -213,7 +219,7 @@ def _by_sequence(
     The last query of a sequence is aligned with its last key.
     """
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
-    tokens_before = -1 if window is None else window - 1
+    tokens_before = -1 if window is None else window - 1  # keys that a query sees to its left; -1: all
     return kernel(
         query.contiguous(),
         keys,
@@ -265,8 +271,8 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def replaces_attention(model: PreTrainedModel) -> bool:
-    """Tell whether `packed_attention` can replace a model's own attention: that is called by transformers' interface,
-    and has neither a soft cap nor attention sinks."""
+    """Tell whether `packed_attention` can replace a model's own attention: whether the model calls attention through
+    transformers' interface, with neither a soft cap nor attention sinks."""
     config = model.config.get_text_config(decoder=True)
     functions = getattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     return (
@@ -278,7 +284,7 @@ def replaces_attention(model: PreTrainedModel) -> bool:
 
 
 class AttentionSet(AbstractContextManager):
-    """A context in which a model uses another attention function; afterwards it has its former one again.
+    """A context in which the config of a model names another attention function, and afterwards the former one again.
 
     A context may be entered many times, one after the other.
     """

@@ -18,10 +18,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from jackpot.core.types import PackedRow
 from jackpot.models.packed_row import pack_row
 
-BLOCK = 128  # tokens
+BLOCK = 128  # tokens of a block
 _VARIANTS = 64  # most compiled kernels: they differ by window, number of heads, with gradient or not
 
-Flex = Callable[..., Tensor]  # with the arguments of `flex_attention`
+Flex = Callable[..., Tensor]  # a function with the arguments of torch's `flex_attention`
 
 
 def block_mask(row: PackedRow, window: int | None) -> BlockMask:
@@ -41,6 +41,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     prompt = prompts.index_select(0, sequence)  # [S]
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Tell whether the token with the index `query` attends to the token with the index `key`."""
         is_visible = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
         is_visible = is_visible & (positions[key] <= positions[query])
         return is_visible if window is None else is_visible & (positions[key] > positions[query] - window)
@@ -55,7 +56,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     # sees each key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
     has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
     is_partly_visible = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
-    is_single = begin == end  # blocks of one sequence
+    is_single = begin == end  # [blocks], True where all tokens of a block are of one sequence
     is_all_visible = (
         is_single
         & is_single[:, None]
@@ -72,7 +73,8 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the True entries of each row, [1, 1, rows], and sort its columns, True ones first, [1, 1, rows, rows]."""
+    """Count the True entries of each row of `blocks`, [rows, rows] -> [1, 1, rows], and list the row's columns, those
+    that are True first: [1, 1, rows, rows]."""
     columns = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
@@ -109,6 +111,6 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
 
 def _row(tokens: int, device: torch.device) -> PackedRow:
-    """Return a row of one prompt; the fields that `block_mask` reads are on the device."""
+    """Return a packed row of one prompt; the fields of it that `block_mask` reads are on `device`."""
     row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])
     return replace(row, positions=row.positions.to(device), cu_queries=row.cu_queries.to(device))

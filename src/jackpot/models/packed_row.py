@@ -14,11 +14,11 @@ from torch import Tensor
 from jackpot.core.types import AttentionBlock, PackedRow
 
 BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
-MAX_LENGTHS = 48  # different lengths that blocks are chosen among; more are rounded up
+MAX_LENGTHS = 48  # most different lengths at which a block may end; where there are more, lengths are rounded up
 
 
 class _Sequence(NamedTuple):
-    """A run of queries that attend causally to themselves, and to a prompt before them."""
+    """A run of tokens, the queries, which attend causally to each other, and all of them to a prompt before them."""
 
     prompt: int  # index of the first token of the prompt
     shared: int  # tokens of the prompt that are keys and not among the queries
@@ -27,6 +27,7 @@ class _Sequence(NamedTuple):
 
     @property
     def keys(self) -> int:
+        """Return the number of tokens that the last query attends to."""
         return self.shared + self.queries
 
 
@@ -44,9 +45,10 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
 
     lengths = [len(response) for response in responses]
     sequences: list[_Sequence] = []
-    pieces, positions = [], []  # token ids of the row, and their positions
+    pieces, positions = [], []  # pieces of the row: token ids, and positions counted from the start of the prompt
     total = 0  # tokens of the row so far
-    prompt_ends, starts = [0] * len(responses), [0] * len(responses)  # of each response: indices of the tokens
+    # For each response, the index in the row of its prompt's last token, and that of its own first token.
+    prompt_ends, starts = [0] * len(responses), [0] * len(responses)
 
     for prompt, answers in zip(prompts, members, strict=True):
         first, size = total, len(prompt)
@@ -83,14 +85,16 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
 
 
 def _key_indices(table: Tensor, width: int) -> Tensor:
-    """Return the indices of the keys of some sequences, [rows, width]; columns after the last key repeat that key.
+    """Return the indices in the packed row of the keys of some sequences, [rows, width].
+
+    The keys of a sequence are the shared tokens of its prompt, then its queries. Columns after the last key repeat it.
 
     Args:
         table: [rows, 4], the fields of each `_Sequence`.
     """
-    prompt, shared, start, queries = table.T[..., None]
-    columns = torch.minimum(torch.arange(width), shared + queries - 1)
-    return torch.where(columns < shared, prompt + columns, start + columns - shared)
+    prompt_start, num_shared, query_start, num_queries = table.T[..., None]  # [rows, 1] each
+    nth_key = torch.minimum(torch.arange(width), num_shared + num_queries - 1)  # [rows, width], counted from 0
+    return torch.where(nth_key < num_shared, prompt_start + nth_key, query_start + nth_key - num_shared)
 
 
 def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
@@ -119,7 +123,8 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
             rows = table[members]
             _, shared, start, lengths = rows.T[..., None]
 
-            # Padding repeats the last query of its row.
+            # The index of each query in the packed row, and which of its keys is the last one that it sees, counted
+            # from 0: [members, width] each. Padding repeats the last query of its row.
             columns = torch.arange(width)
             exists = columns < lengths
             offsets = torch.minimum(columns, lengths - 1)
@@ -167,7 +172,7 @@ def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int
     starts = [0, *ends[:-1]]
     depths = [max(sequence.keys for sequence in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
 
-    # best[n]: the least cost of the first n lengths, and the length at which their last block begins.
+    # best[n]: the least cost of all sequences of the first n lengths, and the length at which the last block begins.
     best: list[tuple[int, int]] = [(0, 0)]
     for last, end in enumerate(ends):
         width, depth = ordered[end - 1].queries, 0

@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 class Dealer:
-    """A rule for the part that a tensor goes to: the smallest part so far; tensors of one name stay together."""
+    """A rule that deals tensors out to parts: each to the smallest part so far, but tensors of one name to one part."""
 
     def __init__(self, size: int) -> None:
         self._sizes, self._part_of = [0] * size, {}

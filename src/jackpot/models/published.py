@@ -26,7 +26,7 @@ _INSTRUCT = {"eos_token_id": 151_645, "max_position_embeddings": 32_768}
 
 
 def _shape(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
-    """Name the sizes of a model as its config.json does."""
+    """Return the sizes of a model by the names that config.json has for them."""
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,

@@ -23,13 +23,15 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
     ascending order; None for a model without experts. The tokens of each forward pass are in the order of its ids, row
     by row.
     """
-    records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}
+    records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}  # a tensor of each pass
 
     def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Record the experts that a layer is called with, its second argument by place or by name."""
         experts = next((kwargs[name] for name in _ARGUMENTS if name in kwargs), None)
         records[layer].append((args[1] if experts is None else experts).sort(dim=-1).values)
 
     def take() -> Tensor | None:
+        """Return the record and empty it."""
         experts = [torch.cat(record).flatten(0, -2) for record in records.values()]
         for record in records.values():
             record.clear()

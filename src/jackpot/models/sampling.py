@@ -79,8 +79,9 @@ def _draw(scores: Tensor, uniforms: Tensor, num_top_log_probs: int) -> Draw:
 
 
 def log_probs_at(logits: Tensor, ids: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Return the log-probs of given tokens in the distribution of `sampling_log_probs`, [N, G] float32, by the formula
-    by which `draw_tokens` reports those that it draws.
+    """Return the log-probs of given tokens in the distribution of `sampling_log_probs`: [N, G] float32.
+
+    The formula is that of the log-probs which `draw_tokens` returns.
 
     Args:
         logits: [N, V] float32.

@@ -115,7 +115,7 @@ def compute_advantages(
         rewards: [B] float.
         groups: [B] int64, the index of each response's group.
         lengths: [B] int64, sampled tokens of each response; None counts all responses alike.
-        beta: of `oapl`, above 0.
+        beta: coefficient of `oapl`, above 0; no other advantage reads it.
 
     Raises:
         ValueError: an unknown name, or other shapes.
@@ -140,10 +140,11 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 
 def whiten(values: Tensor, counts: Tensor) -> Tensor:
-    """Return (v - mean) / std over entries that each count `counts` times, with n - 1 in the variance.
+    """Subtract the mean and divide by the standard deviation, with each entry counted `counts` times.
 
-    Values that are equal up to rounding, and a single entry, give exactly 0; no epsilon is added to the denominator. An
-    entry of count 0 becomes 0. Shapes: all [B], or all [B, T].
+    The variance divides by n - 1, with n the sum of the counts. Values that are equal up to rounding, and a single
+    entry, give exactly 0; no epsilon is added to the denominator. An entry of count 0 becomes 0. Shapes: all [B], or
+    all [B, T].
     """
     counts = counts.to(values.dtype)
     values = torch.where(counts > 0, values, 0.0)
@@ -184,7 +185,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def _no_spread(lowest: Tensor, highest: Tensor) -> Tensor:
-    """Return where all values from the lowest to the highest are equal up to rounding: bool of the same shape."""
+    """Tell whether a lowest and a highest value are equal up to rounding, for each such pair: bool of their shape."""
     return highest - lowest <= EQUAL_SPREAD * torch.maximum(lowest.abs(), highest.abs()).clamp(min=1.0)
 
 
@@ -200,7 +201,7 @@ def _group_sizes(outcomes: Outcomes) -> Tensor:
 
 
 def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """Sum over each group, and return its sum to every response of it: [B]."""
+    """Return for each response the sum of the values in its group: [B]."""
     sums = values.new_zeros(int(groups.max()) + 1 if groups.numel() else 0)
     return sums.index_add(0, groups, values)[groups]
 

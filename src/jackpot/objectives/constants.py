@@ -4,6 +4,6 @@ from typing import Literal
 
 Kappa = Literal["auto", "prepass", "none"]  # how kappa is found (`corrections.base.CorrectionFn`)
 
-LAM = 1.0  # of OBRS: a token is accepted with probability min(1, rho / lam)
-TEMPERATURE = 1.0  # of sampling
+LAM = 1.0  # default of OBRS's lam: a token is accepted with probability min(1, rho / lam)
+TEMPERATURE = 1.0  # default of the sampling temperature
 HEAD_LOGITS_MEMORY = 256  # MiB of logits that the joint head may hold at once

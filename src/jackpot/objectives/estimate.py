@@ -15,8 +15,8 @@ from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
 from jackpot.objectives.tensor_checks import described, report_signs, sign_of_shift
 
-FillIns = Callable[[Tensor], Tensor]
-_MASS = 1.01  # largest sum of probabilities of a top-k list, by rounding
+FillIns = Callable[[Tensor], Tensor]  # returns log p_inf, [..., K], of ids [..., K]
+_MASS = 1.01  # largest sum of probabilities of a top-k list, with room for rounding
 
 
 def estimate_z(
@@ -44,8 +44,8 @@ def estimate_z(
         policy_logits: [..., V] float.
         hidden_states: [..., H] float.
         head: the output layer, weight [V, H], that maps hidden states to logits.
-        temperature: of sampling, above 0, by which the policy's logits are divided.
-        lam: of the correction that reads Z.
+        temperature: temperature of sampling, above 0, by which the policy's logits are divided.
+        lam: lam of the correction that will read Z.
         fill_ins: a function that returns log p_inf, [..., K], of ids [..., K], by a forward pass with the weights that
             sampled. It is called with the policy's most probable ids. None: p_inf of ids that the engine does not name
             stays unknown.
@@ -100,7 +100,10 @@ def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
 def _policy_scores(
     policy_logits: Tensor | None, hidden_states: Tensor | None, head: nn.Linear | None
 ) -> tuple[str, Tensor]:
-    """Return what the policy's distribution is computed from, and its name among the arguments of `estimate_z`."""
+    """Return the name and the tensor of the argument of `estimate_z` that gives the policy's distribution.
+
+    Raise DataError where none or both of the two forms are given.
+    """
     if policy_logits is not None and hidden_states is None and head is None:
         return "policy_logits", policy_logits
     if policy_logits is None and hidden_states is not None and head is not None:
@@ -139,7 +142,7 @@ def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, he
 def _read_policy(
     scores: Tensor, head: nn.Linear | None, ids: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the policy's log-probs at `ids`, its K most probable ids, and its log-probs at those: [..., K] each.
+    """Return the policy's log-probs at `ids`, the policy's K most probable ids, and their log-probs: [..., K] each.
 
     Args:
         scores: logits without a `head`, else hidden states.

@@ -45,13 +45,13 @@ class PolicyObjective:
     budget: float | None  # expected acceptance that chooses the lam of each token; None: the correction's lam
     surrogate: SurrogateFn  # a value of `SURROGATES`
     clip_low: float  # the surrogate's clip of the ratio at 1 - clip_low; math.inf: no clip
-    clip_high: float  # and at 1 + clip_high
+    clip_high: float  # the surrogate's clip of the ratio at 1 + clip_high; math.inf: no clip
     aggregate: Aggregate  # token losses -> (numerator, denominator)
     count: str  # key of `COUNTS`: which tokens the denominator counts
     entropy_coeff: float  # weight of the entropy bonus, nats
     kl_loss_coef: float  # weight of KL(policy || reference), nats
     kappa_tolerance: float  # relative error of the gradient above which the weights of `kappa: auto` are repaired
-    regresses: bool = False  # whether the surrogate has a gradient where the advantage is 0, as `oapl` has
+    regresses: bool = False  # whether the surrogate has a gradient even where the advantage is 0, as that of `oapl`
 
     @property
     def is_regularized(self) -> bool:
@@ -75,9 +75,9 @@ class RolloutModelObjective:
     correction: CorrectionFn
     proximal: str  # key of `references`: the point that PPO's ratio is taken from
     clip_low: float  # PPO's clip of the ratio at 1 - clip_low; math.inf: no clip
-    clip_high: float  # and at 1 + clip_high
-    ppo_weight: float  # of eq. 6
-    distill_weight: float  # of eq. 7, the paper's lambda_distill
+    clip_high: float  # PPO's clip of the ratio at 1 + clip_high; math.inf: no clip
+    ppo_weight: float  # weight of eq. 6
+    distill_weight: float  # weight of eq. 7, the paper's lambda_distill
     distill: Distillation  # a value of `DISTILLATIONS`: the divergence of eq. 7, [N]
     aggregate: Aggregate  # token losses -> (numerator, denominator)
 
@@ -89,11 +89,11 @@ class TokenScores:
     Where the head computed log-probs only, entropies and divergences are 0.
     """
 
-    log_probs: Tensor  # of the policy, carries its gradient
-    entropy: Tensor  # of the policy's distribution, carries its gradient
+    log_probs: Tensor  # log-probs under the policy, carry its gradient
+    entropy: Tensor  # entropy of the policy's distribution, carries its gradient
     reference_kl: Tensor  # an estimate of KL(policy || reference), carries the policy's gradient; 0 without reference
-    rollout_model_log_probs: Tensor  # carries the rollout model's gradient, if it is trained
-    rollout_model_entropy: Tensor  # detached
+    rollout_model_log_probs: Tensor  # log-probs under the rollout model, carry its gradient if it is trained
+    rollout_model_entropy: Tensor  # entropy of the rollout model's distribution, detached
     distill_kl: Tensor  # the divergence of eq. 7, carries the rollout model's gradient
     kl_policy_rollout: Tensor  # KL(policy || rollout model), exact, detached
     kl_rollout_policy: Tensor  # KL(rollout model || policy), exact, detached
@@ -107,14 +107,14 @@ class TokenScores:
 class OldLogProbs:
     """The log-probs of both models before the first update on a batch. All [B, T], detached, nats."""
 
-    old_log_probs: Tensor  # log p_old, of the policy
-    rollout_model_old_log_probs: Tensor  # of the rollout model, re-scored in training
+    old_log_probs: Tensor  # log p_old, under the policy
+    rollout_model_old_log_probs: Tensor  # log-probs under the rollout model, as training computes them
     z: obrs.ZEstimate  # Z of p_inf and the old policy
-    lam: Tensor | None = None  # as in `TokenScores`
+    lam: Tensor | None = None  # lam of each token where a budget chooses it; None: the correction's lam
 
     @classmethod
     def of(cls, scores: TokenScores) -> "OldLogProbs":
-        """Detach the scores of a forward pass that ran before any update on the batch."""
+        """Take log-probs and Z, detached, from a forward pass: the old ones, if no update on the batch came before."""
         return cls(
             old_log_probs=scores.log_probs.detach(),
             rollout_model_old_log_probs=scores.rollout_model_log_probs.detach(),
@@ -132,12 +132,12 @@ class PolicyTerms:
     """
 
     inputs: CorrectionInputs
-    surrogate: Tensor  # clipped; carries the policy's gradient until `detach`
+    surrogate: Tensor  # S of each token, after PPO's clip; carries the policy's gradient until `detach`
     regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, with gradient as above; 0 where both are 0
     clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
 
     def detach(self) -> "PolicyTerms":
-        """Return the terms without their graph."""
+        """Return the terms without autograd's graph, so that they keep no activations."""
         return replace(self, surrogate=self.surrogate.detach(), regularizer=self.regularizer.detach())
 
 
@@ -148,9 +148,9 @@ class JointLoss:
     policy: Tensor  # scalar numerator of eq. 5, with gradient
     rollout_model_ppo: Tensor  # scalar numerator of eq. 6, with gradient; 0 where no rollout model is trained
     rollout_model_distill: Tensor  # scalar numerator of eq. 7, with gradient; 0 where no rollout model is trained
-    terms: PolicyTerms  # of the policy's numerator, detached
-    correction: Correction  # applied in the policy's numerator
-    metrics: Sums  # of both models; `rollout_model/loss` holds the denominator as its count
+    terms: PolicyTerms  # terms of the policy's numerator, detached
+    correction: Correction  # the correction that the policy's numerator contains
+    metrics: Sums  # metrics of both models; `rollout_model/loss` holds the denominator as its count
     trace: dict[str, Tensor]  # [B, T] and [B, T, K], detached, for saved rollouts
 
     @property
@@ -183,7 +183,7 @@ def token_scores(
         rollout_weights_are_current: [B, T] bool, True where the model that generated the token still has, in training,
             the weights that generated it, and the engine samples from them unquantized and untruncated. Only there do
             the log-probs of that model equal log p_inf.
-        lam: at which Z is taken.
+        lam: lam at which Z is taken.
         normalizer: key of `NORMALIZERS`; "exact" only if `check_exact` passes.
         distill: a value of `DISTILLATIONS`; None where no rollout model is trained.
         reference_kl: [N], None where there is no reference.
@@ -191,8 +191,9 @@ def token_scores(
     Raises:
         ValueError: normalizer "exact", but the joint head was not given `lam`.
     """
-    spread, at = batch.spread, batch.at_sampled
+    spread, at = batch.spread, batch.at_sampled  # [N] -> [B, T] and back
 
+    # The policy stands for the rollout model where there is none, and for p_inf at the tokens that it sampled itself.
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
         joint = _with_own_z(joint, at(batch.by_policy[:, None].expand_as(batch.response_mask)), lam)
@@ -201,6 +202,7 @@ def token_scores(
     nothing = torch.zeros_like(joint.policy.log_probs.detach())
 
     def spread_or_0(values: Tensor | None) -> Tensor:
+        """Arrange values [N] as [B, T]; return zeros for None."""
         return spread(nothing if values is None else values)
 
     return TokenScores(
@@ -222,25 +224,25 @@ def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tupl
     """Compute log-probs under a head that is renormalized on the ids to which the engine's lists give a probability.
 
     Args:
-        head: of the N tokens of the response mask.
+        head: head over the N tokens of the response mask.
 
     Returns:
-        Those of the sampled tokens, [N] with gradient, and those at the lists' ids, [N, K] without.
+        The log-probs of the sampled tokens, [N] with gradient, and of the lists' ids, [N, K] without gradient.
     """
     ids, listed = batch.at_sampled(batch.response_ids), batch.at_sampled(batch.top_ids)
-    is_kept = batch.at_sampled(batch.top_log_probs) > -torch.inf  # not where there is none, which is NaN
+    is_kept = batch.at_sampled(batch.top_log_probs) > -torch.inf  # False also for NaN: no log-prob
     return support_log_probs(head, ids, listed, is_kept, temperature)
 
 
 def on_support(
     output: HeadOutput | JointOutput, heads: Sequence[Head], batch: TokenBatch, temperature: float
 ) -> HeadOutput | JointOutput:
-    """Put `scores_on_support` in the places of the log-probs that a joint head has computed, and of its `gathered`.
+    """Replace the log-probs in a head's output, and its `gathered`, by those of `scores_on_support`.
 
     Entropy, top-k and KLs stay those of the whole vocabulary.
 
     Args:
-        heads: of the policy, and of the rollout model where `output` has both.
+        heads: head of the policy, and that of the rollout model where `output` has both.
     """
     both = [output.policy, output.rollout_model] if isinstance(output, JointOutput) else [output]
     renormalized = []
@@ -269,14 +271,14 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
-    """Take the policy for p_inf at the tokens that it sampled itself, `by_policy` [N] bool; keep the KLs."""
+    """Let the policy stand for p_inf at the tokens that it sampled itself, `by_policy` [N] bool; keep the KLs."""
     itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
     return replace(joint, fill_ins=torch.where(by_policy[:, None], itself, joint.fill_ins), exact_z=exact_z)
 
 
 def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
-    """Estimate Z from the engine's and the policy's top k."""
+    """Estimate Z at N tokens from the engine's and the policy's top k; arguments as in `token_scores`."""
     policy = joint.policy
     return obrs.topk_z(
         rollout_top_log_probs=top_log_probs,
@@ -310,12 +312,14 @@ def check_exact(rollout_weights_are_current: Tensor, response_mask: Tensor) -> N
 
 
 def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
-    """Take the Z that the joint head summed over the whole vocabulary."""
+    """Take the Z at N tokens that the joint head summed over the whole vocabulary."""
     if joint.exact_z is None:
         raise ValueError("normalizer 'exact', but joint.exact_z is None: give lam to the joint head, or use 'topk'")
     return obrs.known_z(joint.exact_z)
 
 
+# The ways to estimate Z, by the setting `normalizer`; and the tokens that a loss's denominator counts, [B, T], by the
+# setting `count`, as functions of a correction and the response mask.
 NORMALIZERS = {"topk": _topk, "exact": _exact}
 COUNTS: dict[str, Callable[[Correction, Tensor], Tensor]] = {
     "proposed": lambda correction, mask: mask.to(correction.accept_mask.dtype),
@@ -331,7 +335,7 @@ def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tenso
 def measured_inputs(
     objective: PolicyObjective, batch: TokenBatch, old: OldLogProbs, now: OldLogProbs
 ) -> tuple[CorrectionInputs, Sums]:
-    """Return the inputs of the policy's correction on a micro-batch, and the sums that the correction measures on them.
+    """Return the inputs of the policy's correction on a micro-batch, and the sums over them that it needs (`measured`).
 
     Args:
         now: the current models' log-probs, by `OldLogProbs.of`; `old` where neither target nor proximal point is "new".
@@ -394,8 +398,8 @@ def joint_loss(
     """Compute eq. 8 on one micro-batch; each numerator carries its own model's gradient.
 
     Args:
-        rollout_model: None where no rollout model is trained.
-        inputs: of the policy's correction, by `measured_inputs`.
+        rollout_model: the rollout model's objective; None where no rollout model is trained.
+        inputs: inputs of the policy's correction, by `measured_inputs`.
         totals: sums over an optimizer step, for the correction; {} where there are none yet.
         max_length: the sampling limit on T, for `loss_agg_mode: seq-mean-token-sum-norm`.
     """
@@ -470,6 +474,7 @@ def rollout_model_loss(
     named = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
     proximal = named[objective.proximal]
 
+    # The correction is for p_proximal / p_inf of the rollout model itself, and is applied without sums over the step.
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
         target_log_probs=proximal,
@@ -485,7 +490,7 @@ def rollout_model_loss(
     clips = (objective.clip_low, objective.clip_high)
     losses = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
 
-    generated = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)
+    generated = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)  # what the rollout model sampled
     counted = mask.to(losses.dtype)
     ppo, count = objective.aggregate(objective.ppo_weight * losses, counted, max_length)
     distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)
@@ -507,7 +512,7 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
 
 
 def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> Sums:
-    """Measure both models and how far the three distributions lie apart, before any correction."""
+    """Measure both models, and how far engine, rollout model and policy lie apart, before any correction."""
     mask = batch.response_mask
     log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)
     moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)

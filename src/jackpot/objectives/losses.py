@@ -26,7 +26,7 @@ def clipped_surrogate(
         log_probs: [B, T] current policy, carries the gradient; nats.
         proximal_log_probs: [B, T] detached.
         advantages: [B, T] detached.
-        clip_low, clip_high: at least 0; math.inf for no clip.
+        clip_low, clip_high: widths of the band around 1 that r is clipped to, at least 0; math.inf for no clip.
     """
     return _clipped((log_probs - proximal_log_probs.detach()).exp(), advantages, clip_low, clip_high)
 
@@ -42,13 +42,13 @@ class Surrogate(NamedTuple):
     """The objective of each token, which training maximizes, and where the clip changed its gradient. Both [B, T]."""
 
     value: Tensor  # S, carries the gradient of the policy
-    clipped: Tensor  # bool
+    clipped: Tensor  # bool, True where the clip changed the gradient
 
 
 # A surrogate function computes S of every token from the arguments of `clipped_surrogate` and the response mask [B, T].
 # The gradient of a token's S is a factor times that of the token's own log p_new, so that a correction can weigh or
 # reject the token alone; the factor may depend on the whole response, rejected tokens included. S does not depend on
-# the correction, as `training.kappa.KappaRepair` requires. SG marks what carries no gradient.
+# the correction, as `training.kappa.KappaRepair` requires. SG is the stop-gradient.
 
 
 def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
@@ -134,6 +134,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 
 
 def _is_clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Return where PPO's clip of `ratio` removes the gradient (`clip_share`): bool [B, T]."""
     return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
 
 
@@ -201,7 +202,7 @@ DISTILLATIONS: dict[str, Distillation] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return (log p - log p_reference)^2 / 2 of sampled tokens; its gradient is the KL's if the policy sampled them."""
+    """Return (log p - log p_reference)^2 / 2 of sampled tokens, whose expected gradient under p is that of the KL."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 

@@ -14,7 +14,7 @@ from jackpot.core.types import TokenBatch, Version
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 from jackpot.objectives.corrections.base import split_by_model
 
-ROUNDING = 1e-6  # of Z in float32
+ROUNDING = 1e-6  # rounding error of Z in float32
 
 
 def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -> Sums:
@@ -27,7 +27,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
     """
     ratio = log_ratio.double().exp()
     present = mask.any(-1)
-    whole = log_ratio.double().sum(-1)  # [B] log of the ratio of the response
+    whole = log_ratio.double().sum(-1)  # [B] log of the ratio of each whole response
     prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log of the ratio of the tokens before each token
 
     columns = {
@@ -58,7 +58,7 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Means:
 
     Args:
         moved: [B, T] log p_old / p_new of sampled tokens, 0 where masked.
-        log_ratio: [B, T] log p_old / p_inf of them, 0 where masked.
+        log_ratio: [B, T] log p_old / p_inf of the same tokens, 0 where masked.
         mask: [B, T] response mask.
     """
     moved = moved.double()
@@ -79,7 +79,7 @@ def correction_metrics(
     those of each model.
 
     Args:
-        lam: of the correction.
+        lam: lam of the correction.
         clipped: [B, T] bool, True where PPO's clip removes the gradient.
         totals: the sums over the optimizer step that kappa is computed from; {} where there are none.
     """
@@ -99,6 +99,7 @@ def correction_metrics(
     overlap = {f"obrs/acceptance{model}" for model in ("", *models)}
     sums = means(columns, groups | models | _position_masks(mask))
 
+    # Z is at most min(1, 1 / lam). Where kappa Z exceeds that, beyond two standard errors of kappa, kappa is too large.
     ceiling = (1.0 / torch.as_tensor(inputs.lam_per_token(lam), dtype=torch.float64)).clamp(max=1.0)
     whole = {
         "obrs/kappa": kappa.expand_as(factor),
@@ -120,7 +121,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
     """Measure a correction and the mismatch before it in few numbers, for the log of another framework.
 
     Args:
-        overlap: of the same tokens, by `measured`.
+        overlap: sums of `measured` over the same tokens.
         has_z: whether Z is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
@@ -166,7 +167,7 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
 
 
 def lag(batch: TokenBatch, version: Version) -> Sums:
-    """Measure the lag of each token: the optimizer steps that each model took between its sampling and `version`."""
+    """Measure the lag of each token: how many optimizer steps each model took since the token's, up to `version`."""
     sums: Sums = {}
     for role, now, then in zip(Version._fields, version, batch.versions.unbind(-1), strict=True):
         steps = (now - then).double()

@@ -66,7 +66,7 @@ class ZEstimate(NamedTuple):
     upper: Tensor
     rollout_mass: Tensor  # sum of p_inf over the tokens of which p_inf and p_target are both known
     target_mass: Tensor  # sum of p_target over the same tokens, without those that a truncated sampler never gives
-    union: Tensor  # 1 where these are the top k of both models, or all tokens; 0: the top k of the sampler alone
+    union: Tensor  # 1 where those tokens are the top k of both models, or all tokens; 0: the top k of the sampler alone
 
 
 def topk_z(
@@ -110,7 +110,7 @@ def topk_z(
 
     rollout_mass = (rollout_top_log_probs.exp().sum(-1) + _masked_mass(fill_ins, filled)).clamp(max=1.0)
     target_on_rollout = target_at_rollout_top.exp().sum(-1)
-    # A truncated engine fills its list with ids outside of its support, as it pleases: they must not count.
+    # A truncated engine may fill its list with any ids outside of its support, which must not count here.
     target_on_support = _masked_mass(target_at_rollout_top, ~rollout_top_log_probs.isneginf())
     target_mass = (target_on_support + _masked_mass(target_top_log_probs, filled)).clamp(max=1.0)
 
@@ -165,7 +165,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     reachable = (rollout * (target > 0)).sum(-1)
     too_large, why = (budget > reachable + 1e-12).any(), "of p_inf lies where p_target > 0, and nothing else is ever"
     if reachable.is_cuda:
-        # torch has no public one
+        # torch has no public assertion on the device
         torch._assert_async(~too_large, f"budget is {budget}, but less {why} accepted")  # pyright: ignore[reportPrivateUsage]
     elif too_large:
         raise ValueError(f"budget is {budget}, but only {reachable.min():.6g} {why} accepted; ask for at most that")
@@ -177,6 +177,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
 
+    # The last i with Z(rho_i) >= budget, and the lam that the formula gives for every i.
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
@@ -209,7 +210,7 @@ def log_lam(lam: float | Tensor) -> float | Tensor:
 
 
 def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
-    """Return True where an id [..., K'] is none of those `listed`, [..., K]: bool [..., K']."""
+    """Return True where an id of `ids` [..., K'] is not among the ids `listed`, [..., K]: bool [..., K']."""
     ids, listed = ids.int(), listed.int()
     missing = torch.ones_like(ids, dtype=torch.bool)
     for listed_id in listed.unbind(-1):  # one by one: a tensor [..., K', K] would be large
@@ -218,7 +219,7 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound the kept mass of tokens of unknown p_inf, [...]: none has a larger p_inf than the least one listed."""
+    """Bound the kept mass of the tokens whose p_inf is unknown: [...]. No such p_inf exceeds the least listed one."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
     kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
@@ -226,9 +227,10 @@ def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam:
 
 
 def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
+    """Sum e^`log_mass` over the last dimension where `mask` is True: [..., K] -> [...]."""
     return torch.where(mask, log_mass.exp(), 0.0).sum(-1)
 
 
 def _like(value: float | Tensor, tensor: Tensor) -> Tensor:
-    """Return a value as a tensor like `tensor`, created on its device, since a copy would wait for the device."""
+    """Return a value in the dtype and on the device of `tensor`; a number is created there, since a copy would wait."""
     return value.to(tensor) if isinstance(value, Tensor) else tensor.new_full((), value)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jackpot.core.errors import DataError
 
-_LEAST = 64  # fewer tokens show no sign
+_LEAST = 64  # least number of tokens in which a sign is looked for
 _SIGNS = {  # what is wrong and what to do, by sign
     "empty": "response_mask is False at every token, so there is nothing to correct; leave this batch out",
     "swapped": "the tokens were not sampled by what rollout_log_probs are of, and look as sampled by what "
@@ -26,7 +26,7 @@ _SIGNS = {  # what is wrong and what to do, by sign
     "them from float32 logits, logits.float().log_softmax(-1)",
 }
 _WARNED = ("swapped", "rounded")  # signs that made-up tensors or inexact ones may show too: no errors
-_ROUNDING = 0.01  # by how much rounding may raise a log-prob above 0, and Z above its bound
+_ROUNDING = 0.01  # most by which rounding may raise a log-prob above 0, and Z above its bound
 
 _Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the event of their arrival
 _pending: list[_Copied] = []  # signs of one call on their way from a GPU, or empty

@@ -75,7 +75,7 @@ class Critic:
         return batch.spread(response_values(self.model, batch).float())
 
     def batches(self, scored: Sequence[ScoredRollout]) -> list[TokenBatch]:
-        """Cut a rollout batch into micro-batches; `compute_advantages` needs the `values` of all of them."""
+        """Cut a rollout batch into micro-batches for `values`; `compute_advantages` needs the values of them all."""
         rollouts = [item.rollout for item in scored]
         return plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model))
 
@@ -95,6 +95,7 @@ class Critic:
         padded_values = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
         rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
 
+        # GAE on padded rows, [B, T]; whitening over the sampled tokens of the batch in one row.
         advantages, returns = gae(rewards, padded_values, mask, self._config.gamma, self._config.lam)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
 

@@ -40,7 +40,7 @@ def mini_batches(
     Args:
         mini_batch_size: number of sequences in one optimizer step; divides the number of rollouts.
         micro_batch_tokens: most tokens in one micro-batch, where the prompt counts for each response.
-        pads: as in `micro_batches`.
+        pads: True where some model cannot read a micro-batch without padding (`can_pack`).
     """
     for epoch in range(epochs):
         order = list(samples)
@@ -73,13 +73,14 @@ def micro_batches(
                 f"raise it to at least the longest prompt plus sampling.max_new_tokens"
             )
 
-    widest: dict[tuple[int, ...], int] = {}  # longest sequence of each prompt, tokens
+    widest: dict[tuple[int, ...], int] = {}  # tokens of the longest sequence of each prompt, which comes last
     for item in by_length:
         widest[item.rollout.prompt.token_ids] = _length(item)
 
     by_prompt = sorted(
         by_length, key=lambda item: (widest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
     )
+    # With padding, both orders are tried, and the one with fewer tokens to read is taken.
     cuts = [
         list(pack(order, budget, lambda item: rollout_lengths(item.rollout), pads))
         for order in ((by_length, by_prompt) if pads else (by_prompt,))
@@ -118,6 +119,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     positions = attention_mask.flatten().nonzero()[:, 0]
 
     def pad(rows: Iterable[Tensor]) -> Tensor:
+        """Pad the rows [T_i, ...] of all responses with zeros to one tensor [B, T, ...]."""
         values = torch.cat(list(rows))
         padded = values.new_zeros((attention_mask.numel(), *values.shape[1:])).index_copy_(0, positions, values)
         return padded.unflatten(0, attention_mask.shape)
@@ -193,6 +195,7 @@ def empty_like(batch: TokenBatch) -> TokenBatch:
 
     first = batch.prompt_index[0]
     ids, mask = batch.prompt_ids[first], batch.prompt_mask[first]
+    # The packed row has the prompt alone: the only token of a response is its last, which is left out.
     row = None if batch.packed is None else pack_row([ids[mask].tolist()], [0], [batch.response_ids[0, :1]])
 
     columns = [field.name for field in fields(batch) if field.name not in _NO_COLUMNS]
@@ -202,7 +205,7 @@ def empty_like(batch: TokenBatch) -> TokenBatch:
         **without_rows,
         prompt_ids=ids[None],
         prompt_mask=mask[None],
-        packed=row and replace(row, predicting=row.predicting[:0]),
+        packed=row and replace(row, predicting=row.predicting[:0]),  # None stays None
     )
 
 
@@ -217,7 +220,7 @@ def _tokens(batch: TokenBatch, pads: bool) -> int:
 
 
 def _sample(batch: TokenBatch, row: int) -> TrainingSample:
-    """Return one row of a batch as a sample, without what no model reads: `collate` undone."""
+    """Return one sequence of a batch as the sample that `collate` got; fields that no model reads are left empty."""
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 
@@ -237,7 +240,7 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
 
 
 def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
-    """Mark the tokens that were sampled with the weights of `version` of the model that sampled them: [B, T] bool."""
+    """Mark the tokens whose model sampled them with its weights of `version`: [B, T] bool."""
     by_rollout_model = batch.versions[..., 1] == version.rollout_model
     if batch.by_policy is None:
         return by_rollout_model
@@ -250,6 +253,7 @@ def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
 
 
 def _to(batch: _Batch, device: torch.device) -> _Batch:
+    """Copy the tensors of a batch, and those of its packed row, to `device`."""
     changes: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
@@ -261,4 +265,5 @@ def _to(batch: _Batch, device: torch.device) -> _Batch:
 
 
 def _length(item: TrainingSample) -> int:
+    """Count the tokens of a sample's prompt and response together."""
     return sum(rollout_lengths(item.rollout))

@@ -31,10 +31,10 @@ class RunComponents:
     tokenizer: PreTrainedTokenizerBase
     engine: Engine  # generates the rollouts of the rollout model or, without one, of the policy
     # Generates the policy's responses in evaluations and, where there is a rollout model, the policy's share of the
-    # rollouts; may be `engine` itself where there is none
+    # rollouts; may be `engine` itself where there is no rollout model
     policy_engine: Engine
     learner: Learner
-    costs: Mapping[Role, ForwardCost]  # FLOPs of a forward pass of policy and rollout model, without adapters
+    costs: Mapping[Role, ForwardCost]  # FLOPs of a forward pass of each model, without its adapter
     benchmarks: Mapping[str, Task] = field(default_factory=dict)  # further test sets that the policy is evaluated on
 
     @property
@@ -50,8 +50,9 @@ class RunComponents:
         return {"policy": self.policy_engine, "rollout_model": self.engine}
 
     def next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return, by model, the engines that generate rollouts after `iteration`, and so need its new weights."""
+        """Return, by model, the engines that generate rollouts after `iteration`, and so need the weights after it."""
         roles = self.config.writers(iteration + 1, iteration + 1 + self.config.batch.ahead)
+        # The rollout model drafts tokens for the policy's rollouts, so its engine needs weights for these too.
         drafts = self.config.draft is not None and "policy" in roles
         return {role: engine for role, engine in self.writers.items() if role in roles or drafts}
 
@@ -71,7 +72,7 @@ class RunComponents:
     def send_weights(self, engine: Engine, role: Role) -> Sums:
         """Copy the learner's weights of one model into an engine, and verify by a digest that all of them arrived.
 
-        Weights travel as codes and scales where the engine takes these.
+        An engine with quantized weights may take codes and scales; then these are sent instead of the weights.
 
         Returns:
             Metrics of the update.
@@ -112,7 +113,7 @@ def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version:
 
     weights = digest.watch(weights)
     engine_digest = engine.update_weights(weights, version)
-    deque(weights, maxlen=0)  # tensors that the engine did not ask for count as sent
+    deque(weights, maxlen=0)  # the digest of what was sent also covers tensors that the engine did not ask for
     sent_digest = digest.hexdigest()
 
     if engine_digest != sent_digest:

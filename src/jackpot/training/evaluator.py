@@ -24,7 +24,7 @@ class Evaluator:
         self._components = components
         self._folder = folder
         self._engine_checks = engine_checks
-        self._prompts: dict[str, list[Prompt]] = {}  # of each evaluation set, once it was evaluated
+        self._prompts: dict[str, list[Prompt]] = {}  # the problems of each evaluation set, once it was evaluated
 
     def evaluate(self, iteration: int, current: Collection[Engine]) -> dict[str, float]:
         """Evaluate the weights after `iteration`, and return the metrics `eval/*` and `tokens/evaluate`.
@@ -33,14 +33,15 @@ class Evaluator:
         counts as its own rollout model: its numbers stand under both names.
 
         Args:
-            current: engines that already hold these weights and keep them. Other engines are sent the weights, and
-                sleep afterwards.
+            current: engines that already hold these weights and keep them. Every other engine is sent the weights, and
+                put to sleep afterwards.
         """
         components = self._components
         engines: dict[Role, Engine] = {"policy": components.policy_engine}
         if components.policy_engine is not components.engine:
             engines["rollout_model"] = components.engine
 
+        # Engines that do not hold the weights of this iteration are sent them, and sleep again at the end.
         woken: dict[Role, Engine] = {role: engine for role, engine in engines.items() if engine not in current}
         for role, engine in woken.items():
             components.send_weights(engine, role)
@@ -51,6 +52,7 @@ class Evaluator:
         for role, result in results.items():
             self._folder.save_evaluation(iteration, role, result)
 
+        # Report both models, in place of a missing rollout model the policy.
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])
             engine = engines.get(role, components.engine)
@@ -73,6 +75,7 @@ class Evaluator:
         config, components = self._components.config, self._components
         task = components.task if name == OWN_SET else components.benchmarks[name]
 
+        # The held-out problems are cut to `evaluation.problems`, and so is a benchmark of unknown size.
         if name not in self._prompts:
             size, problems = task.size("test"), config.evaluation.problems
             if name == OWN_SET or size is None:

@@ -16,9 +16,9 @@ from jackpot.training.batching import sampled_with
 from jackpot.training.reported_lists import Bets
 
 DEPTHS = 20  # number of ranges of depth: tokens 1, 2-3, 4-7, ...; the last range has no end
-LEARNT = 2  # batches that a run learns from before it judges, as many as are checked thoroughly
-MAY_GROW = 4.0  # a range's gap may be so many times its mean gap in the run so far
-MEMORY = 0.95  # weight of a batch relative to the next one: gaps may grow as a run goes on
+LEARNT = 2  # first batches that only teach which gaps are usual; as many batches are checked thoroughly (`guards`)
+MAY_GROW = 4.0  # most times that the gap of a range of depths may exceed its mean gap in the run so far
+MEMORY = 0.95  # weight of a batch in that mean, relative to the next batch: gaps may grow as a run goes on
 
 
 def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[Tensor, Sums]:
@@ -78,6 +78,7 @@ class GapEvidence:
         if not known.any():
             return self._bets.share
 
+        # Limits of x by range of depths (L), from earlier batches; the first batches are not judged.
         usual = torch.where(self._counts > 0.0, self._sums / self._counts, 0.0).cummax(0).values
         limits = (MAY_GROW * usual).clamp(min=always)
         self._batches += 1
@@ -112,10 +113,11 @@ def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tens
     prompts: dict[str, int] = {}
     rows = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
+    # The depth of each token, counted from 1 in each rollout, and the range of depths: the floor of its log2.
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)
 
-    cells = rows.repeat_interleave(lengths) * DEPTHS + ranges  # a prompt's range, for each token
+    cells = rows.repeat_interleave(lengths) * DEPTHS + ranges  # index of each token's prompt and range in [P * D]
     is_known, size = values.isfinite(), len(prompts) * DEPTHS
     sums = cells[is_known].bincount(values[is_known], minlength=size)
     return (sums / cells[is_known].bincount(minlength=size)).view(-1, DEPTHS)

@@ -30,17 +30,17 @@ from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, che
 THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
-QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one of so many rollouts, but at least so many
-ALWAYS_ALLOWED = 4.0  # a gap that is so many times smaller than the largest allowed gap is allowed at any depth
-LIST_GAP_FACTOR = 3.0  # top-k lists may differ so many times more (total variation) than single tokens
+QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one rollout in QUICK_SHARE, but at least QUICK_FEWEST
+ALWAYS_ALLOWED = 4.0  # at any depth of a response a gap is allowed up to the largest allowed gap divided by this
+LIST_GAP_FACTOR = 3.0  # largest total variation of top-k lists, as a multiple of the largest allowed gap of tokens
 
 # Ratios of the engine's temperature to training's that are tried as the cause of a gap
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5)
 
 _PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
-ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # computes log-probs under `Sampling` by rollout uid
-RecordEvent = Callable[[int, dict[str, Any]], None]  # iteration, event
+ScoreFn = Callable[[Sampling], Mapping[str, Tensor]]  # computes log-probs under `Sampling`, [T, 1 + K] by rollout uid
+RecordEvent = Callable[[int, dict[str, Any]], None]  # is called with an iteration and an event of this iteration
 
 
 class EngineCheck:
@@ -70,7 +70,7 @@ class EngineCheck:
         self._column = Version._fields.index(role)  # column of this model in `Rollout.versions`
         self._thorough: set[int] = set()  # versions of weights whose rollouts were checked thoroughly
         self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
-        self._copied: int | None = None  # version of the copy of weights that the learner keeps
+        self._copied: int | None = None  # version of the weights of which the learner keeps a copy; None: no copy
 
     def keep_weights(self) -> None:
         """Have the learner keep a copy of its weights, to check batches that are begun ahead after the next steps."""
@@ -96,6 +96,7 @@ class EngineCheck:
             if not config.guard.check_engine:
                 return
 
+            # Choose rollouts to score again: many for weights that are new to the check, twice in a start; else few.
             version = self._version_of(rollouts, iteration)
             is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
             seed = fold_in(config.seed, "glance", iteration)
@@ -105,6 +106,7 @@ class EngineCheck:
                 if rollout.sampled_mask.any() and bool((rollout.versions[:, self._column] == version).all())
             ]
 
+            # Check the report in itself, then against training's log-probs, then by the frequencies of drawn tokens.
             lists = ReportedLists.of(rollouts)
             check_lists(lists)
             if scored:
@@ -193,11 +195,16 @@ class EngineCheck:
         )
 
     def _score(self, rollouts: Sequence[Rollout], from_copy: bool = False) -> ScoreFn:
+        """Return a function that computes training's log-probs of the rollouts, as `Learner.score` does."""
         config, pads = self._config, self._learner.pads
         batches = plain_batches(rollouts, config.batch.micro_batch_tokens, config.seed, pads)
         return lambda sampling: self._learner.score(self._role, batches, sampling, from_copy)
 
     def _precisions(self, engine: Engine) -> list[str]:
+        """Return the precisions of engine and training, keys of `LARGEST_GAPS`.
+
+        A quantized engine whose number formats training shares counts as unquantized.
+        """
         capabilities, config = engine.capabilities, self._config
         engine_dtype = _PRECISION_NAMES[capabilities.dtype]
         are_equal = (capabilities.number_formats, engine_dtype) == (config.number_formats, config.compute_dtype)
@@ -302,7 +309,7 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
     """Return the mean |p_engine - p_training| over the sampled tokens of rollouts; NaN without rollouts.
 
     Args:
-        scores: by rollout uid, [T, 1 + K] log-probs as training computes them (`Learner.score`).
+        scores: training's log-probs of tokens and top-k lists (`Learner.score`), [T, 1 + K] by rollout uid.
     """
     gaps = [_differences(rollout, rollout.rollout_log_probs, scores[rollout.uid][:, 0]) for rollout in rollouts]
     return float(torch.cat(gaps).mean()) if gaps else math.nan
@@ -327,17 +334,18 @@ def _differences(rollout: Rollout, reported: Tensor, scored: Tensor) -> Tensor:
 
 
 def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Count the tokens of rollouts that the model sampled."""
     return sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
 
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the first rollouts of a batch, up to the one with which they have CHECKED_TOKENS sampled tokens."""
+    """Return the first rollouts of a batch, as many as it takes to have CHECKED_TOKENS sampled tokens."""
     tokens_before = accumulate((int(rollout.sampled_mask.sum()) for rollout in rollouts), initial=0)
     return [rollout for rollout, tokens in zip(rollouts, tokens_before, strict=False) if tokens < CHECKED_TOKENS]
 
 
 def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
-    """Return the beginnings of up to QUICK_ROLLOUTS rollouts, one from each of as many equal parts of the batch.
+    """Cut a batch into up to QUICK_ROLLOUTS equal parts, choose a rollout of each, and return their first tokens.
 
     The seed chooses the rollout of each part, because at equal distances all could come from one of several servers
     that take turns. A small batch gives fewer rollouts, since each is read with its prompt: scoring 16 of 64 short
@@ -350,12 +358,13 @@ def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
 
 
 def _beginning(rollout: Rollout, length: int) -> Rollout:
+    """Return a rollout with its first `length` response tokens alone."""
     return replace(rollout, **{name: getattr(rollout, name)[:length] for name in TOKEN_COLUMNS})
 
 
 def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, allowed: float) -> str:
     """Guess, as a sentence, which distribution an engine's wrong log-probs belong to, or else name likely causes."""
-    plain = {"top_p": 1.0, "top_k": 0}
+    plain = {"top_p": 1.0, "top_k": 0}  # settings of sampling without filters
     suspects = {
         "of the model before temperature, top_p and top_k": plain | {"temperature": 1.0},
         "of the model before top_p and top_k": plain,

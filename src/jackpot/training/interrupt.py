@@ -36,6 +36,7 @@ class StopSignal:
         self._restore()
 
     def _request(self, signum: int, frame: Any) -> None:
+        """Handle the first signal: ask for the end of the run, and let the next signal end the process at once."""
         self.requested = True
         self._restore()
         if self._before[signal.SIGINT] is signal.SIG_IGN:
@@ -44,6 +45,7 @@ class StopSignal:
             _drop_lost_output()
 
     def _restore(self) -> None:
+        """Give the signals the handlers that they had on entry."""
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 

@@ -14,8 +14,9 @@ from jackpot.rollout.sampler import tokens_read
 from jackpot.training.components import RunComponents
 from jackpot.training.learner import StepResult
 
-WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # taken from the first epoch only
-_BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"  # for the error of the first above
+WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # summed over the first epoch only
+# Metrics from which the standard error of obrs/acceptance_minus_z is computed.
+_BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"
 FEWEST_TOKENS = 100  # with fewer tokens the effective share is near 1, whatever the weights are
 _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further metrics, computed from the sums of a metric
     "mismatch/ratio": {
@@ -30,7 +31,7 @@ _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further metrics, 
     "correction/weight": {"correction/ess": lambda entry: _of_many(entry, entry.effective_share)},
 }
 _PREFIX = "mismatch/prefix_ess_"  # prefix of the names of effective shares that need enough tokens
-_NOT_SHOWN = (
+_NOT_SHOWN = (  # metrics that only serve to compute other numbers
     "policy/largest_kept_advantage",
     "policy/largest_advantage",
     "mismatch/log_ratio",
@@ -76,6 +77,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
         role = rollout.sampled_by
         assert role, "the sampler names the model of every rollout"
         versions = rollout.versions[:, Version._fields.index(role)]
+        # Each iteration that began with newer weights than the token's came after an update since.
         lags.append((by_role[role][:, None] > versions).sum(0))
         masks.append(rollout.sampled_mask)
 
@@ -105,6 +107,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if not values:
         return {}
 
+    # Copy all values to the CPU at once.
     device = next(iter(values.values())).device
     packed = torch.stack([value.detach().double().to(device) for value in values.values()])
     return dict(zip(values, packed.tolist(), strict=True))
@@ -145,4 +148,5 @@ def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overl
 
 
 def _total(results: Sequence[StepResult]) -> Sums:
+    """Add up the metrics of several optimizer steps."""
     return reduce(add_sums, (result.metrics for result in results), {})

@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 class ModelOutputs(NamedTuple):
     """The outputs of the models at the N sampled tokens of a micro-batch."""
 
-    hidden: dict[Role, Tensor]  # states that predict the tokens, [N, H]
+    hidden: dict[Role, Tensor]  # hidden states of each model that predict the tokens, [N, H]
     head: HeadOutput | JointOutput
     reference_kl: Tensor | None  # [N] KL to the reference; None where there is no reference
     budgeted: tuple[Tensor, Tensor] | None  # Z and lam that a budget chooses, [N] float64; None without a budget
@@ -74,7 +74,7 @@ class JointForward:
 
         policy, rollout_model = models["policy"], models["rollout_model"]
         self.is_separate = rollout_model is not policy
-        self.runs_both = self.is_separate  # whether both models run on the rollout batch that is trained on
+        self.runs_both = self.is_separate  # whether both models read the rollout batch that is trained on now
         self.device = gathered.device if gathered else policy.device
         self._head = LinearHead(
             output_layer(policy),
@@ -128,7 +128,8 @@ class JointForward:
             return scores
 
         z, lam = (batch.spread(column.to(scores.log_probs.dtype)) for column in outputs.budgeted)
-        if batch.by_policy is not None:  # every ratio of the policy's own rollouts is 1
+        # In the policy's own rollouts p = q, so that Z = sum min(q, p / lam) is the budget at lam = 1 / budget.
+        if batch.by_policy is not None:
             is_own = batch.by_policy[:, None] & batch.response_mask
             z, lam = torch.where(is_own, objective.budget, z), torch.where(is_own, 1.0 / objective.budget, lam)
         return replace(scores, z=known_z(z), lam=lam)
@@ -137,6 +138,7 @@ class JointForward:
         """Run the policy alone over a batch; return log-probs of the tokens, [B, T] with gradient, 0 where masked."""
 
         def log_probs() -> Tensor:
+            """Compute the log-probs of the N sampled tokens, [N]."""
             hidden, temperature = response_hidden(self._models["policy"], batch), self._options.temperature
             if self._options.on_support:
                 return scores_on_support(self._head.heads(hidden, None)[0], batch, temperature)[0]
@@ -177,10 +179,12 @@ class JointForward:
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
+        """Run the backbones and the joint head as `outputs` says, in the precision of `run` and on gathered weights."""
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self.runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))
 
+        # An exact Z is summed by the head at the correction's lam or, for a budget, by `z_for_budget` below.
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
         head = self._head(

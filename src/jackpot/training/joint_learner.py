@@ -62,7 +62,7 @@ class _BackwardPass:
     """The results of a micro-batch's backward pass, beside the gradients."""
 
     policy: PolicyPass
-    measured: Sums  # sums that the policy's correction measured
+    measured: Sums  # the micro-batch's share of the totals that the policy's correction needs, such as sum a and sum Z
     metrics: Sums  # metrics of everything but the correction
     gaps: Tensor  # [B, T], as `token_gaps` returns them
     trace: dict[str, Tensor]  # per-token columns of saved rollouts
@@ -143,6 +143,7 @@ class JointLearner(Learner):
 
         self._old_version = Version(0, 0)  # version of the weights that gave the old log-probs
         self._kept_weights: dict[Role, KeptWeights] = {}
+        # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
             rollout_model_objective and rollout_model_objective.ppo_weight
         )
@@ -224,7 +225,7 @@ class JointLearner(Learner):
         if not micro_batches:
             raise ValueError("update got no micro-batch; an optimizer step needs at least one")
 
-        # Find the totals that the correction needs, as far as they are known before the backward passes.
+        # Find the totals over the step that the policy's correction needs, as far as they are known by now.
         on_device = [replace(micro, tokens=self._forward.send(micro.tokens, micro.old)) for micro in micro_batches]
         known = self._totals.before_backward(on_device, self._forward)
 
@@ -273,7 +274,7 @@ class JointLearner(Learner):
             on_host: tokens of the micro-batch, on the CPU.
             micro: the micro-batch, on the device.
             known: totals of the step, as far as they are known.
-            trace: as in `train`.
+            trace: whether to return per-token columns, and how the rollout model's gradient splits.
         """
         batch = micro.tokens
         outputs = self._forward.outputs(batch, micro.old, is_trained=True)
@@ -282,7 +283,8 @@ class JointLearner(Learner):
         scores = self._forward.scores(batch, outputs, micro.old)
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
-        totals = all_reduce_sums(measured) if known.totals is None else known.totals  # None: no others
+        # None: each rank has this micro-batch alone, so that the sums over the ranks are the totals of the step.
+        totals = all_reduce_sums(measured) if known.totals is None else known.totals
 
         loss = joint_loss(
             self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length

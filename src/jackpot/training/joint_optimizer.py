@@ -88,7 +88,7 @@ class JointOptimizer:
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
         totals: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
-        counts = dict(totals)
+        counts = dict(totals)  # denominators of the models that step now
         if self._accumulator:
             counts.pop("rollout_model", None)
 
@@ -105,7 +105,7 @@ class JointOptimizer:
         reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
         reading["tokens"] = Sum.number(sampled_tokens)
 
-        # All that the decisions below need comes to the CPU in this one transfer.
+        # Copy all numbers that the decisions below need to the CPU, in this one transfer.
         metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
@@ -159,7 +159,8 @@ class JointOptimizer:
 
         A zero gradient is a reason, because AdamW would still move the weights by its momentum.
         """
-        accumulates = role == "rollout_model" and self._accumulator is not None  # the sum holds finite gradients only
+        # An accumulated gradient is finite: `GradientAccumulator.add` leaves out steps that are not.
+        accumulates = role == "rollout_model" and self._accumulator is not None
         if metrics["health/non_finite_steps"].value > 0 and not accumulates:
             return NON_FINITE
         if (count if accumulates else tokens) == 0:
@@ -241,6 +242,7 @@ class GradientSplit:
         hidden.register_hook(self._measure)
 
     def _measure(self, gradient: Tensor) -> None:
+        """Sum the squares of both parts and their products, from the gradient of both losses together, [N, H]."""
         ppo, distill = self._ppo.float(), gradient.float() - self._ppo
         products = {"ppo": ppo * ppo, "distill": distill * distill, "product": ppo * distill}
         self.sums = {f"{_SPLIT}/{name}": Sum(values.sum(dtype=torch.float64)) for name, values in products.items()}
@@ -250,10 +252,10 @@ _SPLIT = "rollout_model/split"
 
 
 def split_numbers(sums: Sums) -> Sums:
-    """Remove the sums of `GradientSplit` from the sums of an optimizer step, and return the metrics they give.
+    """Remove the sums of `GradientSplit` from the sums of an optimizer step, and return the metrics made from them.
 
     The metrics are the norms of both parts, over the denominator of the step, and the cosine between the parts, which
-    is left out where a part is 0. There are none where nothing was measured.
+    is left out where a part is 0. Without sums of `GradientSplit` there are no metrics.
 
     Args:
         sums: on the CPU, over all micro-batches and ranks.
@@ -275,7 +277,7 @@ LARGEST_ERROR = 0.2  # largest relative error that one step of the control react
 
 
 def next_distill_weight(control: DistillControlConfig, weight: float, *, kl: float, acceptance: float) -> float:
-    """Return the weight of distillation for the next step, by what was measured in this step.
+    """Return the weight of distillation for the next step, from the KL or the acceptance that this step measured.
 
     The weight changes by the factor
 

@@ -1,4 +1,4 @@
-"""The sums over an optimizer step that its correction needs, from which OBRS computes kappa = sum a / sum Z.
+"""The sums over an optimizer step that the policy's correction needs; OBRS computes kappa = sum a / sum Z from them.
 
 `StepTotals` finds the sums; `KappaRepair` mends a gradient that was computed with the kappa of another step.
 """
@@ -64,16 +64,19 @@ class StepTotals:
 
         are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
         counts: Sums = {
-            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),
-            "rank": Max.number(len(micro_batches)),  # most micro-batches of any rank
+            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # micro-batches with sequences
+            "rank": Max.number(len(micro_batches)),  # largest number of micro-batches on a rank
         }
         counts = all_reduce_sums(counts)
 
+        # Begin with the totals of an earlier step, for `KappaRepair` to correct afterwards.
         if not are_held and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
             return BeforeBackward(self._last, True, 0.0)
+        # Leave the totals to the forward pass of each rank's only micro-batch.
         if not are_held and counts["rank"].value == 1:
             return BeforeBackward(None, False, 0.0)
 
+        # Find the totals from the old log-probs or, where these do not suffice, by forward passes without gradient.
         started = time.perf_counter()
         totals: Sums = {}
         with torch.no_grad():
@@ -89,17 +92,17 @@ class StepTotals:
         self._last = totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals that were kept as plain values, which torch loads with `weights_only`."""
+        """Return the kept totals as plain values and tensors, which torch loads with `weights_only`."""
         return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Keep the totals that `state_dict` returned before, for the next step."""
         kinds = {kind.__name__: kind for kind in Metric.__subclasses__()}
         self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}
 
 
 ROUNDING = 4e-6  # relative rounding error of float32 weights that are products of an exp
-MARGIN = 3.0  # factor 3 of the estimated error
+MARGIN = 3.0  # the factor 3 by which `KappaRepair` enlarges its estimate of the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class HiddenNorms:
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:
+        """Keep the norm of each row of the gradient of the hidden states, [N, H] -> [N]."""
         self._rows = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
 
 
@@ -181,7 +185,7 @@ class KappaRepair:
         self._pads = pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
-        """Change the gradient of all passes to the gradient with the weights that follow from `totals`.
+        """Change the parameters' gradient, of all passes together, to that with the weights which `totals` gives.
 
         Args:
             passes: the backward passes of this step.
@@ -195,7 +199,8 @@ class KappaRepair:
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
-        norms = [old.norms for old in passes if old.norms is not None]  # all of them: no correction was final
+        norms = [old.norms for old in passes if old.norms is not None]  # of every pass: no correction was final
+        # |delta / (s w(kappa_0))| |dL/dh| of each token, 0 where delta is 0.
         errors = [
             torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * pass_norms)
             for delta, old, pass_norms in zip(deltas, passes, norms, strict=True)
@@ -204,7 +209,7 @@ class KappaRepair:
         error, flags = _to_repair(errors, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
         decisions = torch.cat([torch.stack([scale, any_rank_repairs]), flags])
-        factor, is_repaired, *chosen = decisions.tolist()  # waits for the device
+        factor, is_repaired, *chosen = decisions.tolist()  # the only wait for the device
 
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_mul_(locals_of(gradients), factor)
@@ -226,6 +231,7 @@ class KappaRepair:
         columns: dict[str, dict[str, Tensor]] = {}
         remaining_flags = iter(flags)
 
+        # For each flagged sequence, its row in its batch, and by uid the columns that the loss of the sequence needs.
         for micro, delta in zip(passes, deltas, strict=True):
             batch, inputs = micro.batch, micro.terms.inputs
             rows.append([row for row, flag in enumerate(islice(remaining_flags, len(batch.uids))) if flag])
@@ -235,6 +241,7 @@ class KappaRepair:
                 length = int(batch.attention_mask[row].sum())
                 columns[batch.uids[row]] = {name: column[row, :length] for name, column in pass_columns.items()}
 
+        # Read the flagged sequences again, gathered in few batches.
         repairs = regroup(batches, rows, self._pads)
         most_repairs = max_over_ranks(len(repairs))
 
@@ -246,6 +253,11 @@ class KappaRepair:
             self._backward(empty_like(batches[0]), *[deltas[0][:0]] * 3)
 
     def _backward(self, batch: TokenBatch, delta: Tensor, proximal: Tensor, counted: Tensor) -> None:
+        """Add the gradient of a batch's surrogates with the weights `delta`.
+
+        Args:
+            delta, proximal, counted: [B, T] weights, proximal log-probs, and which tokens the loss counts.
+        """
         batch = batch_to(batch, delta.device)
         surrogate = self._objective.surrogate_of(self._log_probs(batch), proximal, batch).value
         numerator, _ = self._objective.aggregate(-delta * surrogate, counted, self._max_length)
@@ -253,7 +265,7 @@ class KappaRepair:
 
 
 def _delta(final_weights: Tensor, used_weights: Tensor) -> Tensor:
-    """Return the difference of the weights, or 0 where they differ by rounding alone: [B, T]."""
+    """Return final minus used weights, or 0 where the two differ by rounding alone: [B, T]."""
     delta = final_weights - used_weights
     return torch.where(delta.abs() > ROUNDING * final_weights.abs(), delta, 0.0)
 
@@ -271,7 +283,7 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
         rank whether it is chosen. As few sequences as possible are chosen.
     """
     squares = torch.cat([errors.double().sum(-1).square() for errors in token_errors])
-    ascending = all_gather(squares).sort().values  # of the sequences of all ranks
+    ascending = all_gather(squares).sort().values  # squared errors of the sequences of all ranks
     norm = sum((pass_norms.double().square().sum() for pass_norms in norms), start=squares.new_zeros(()))
     unit = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
 

@@ -21,7 +21,8 @@ class StepResult:
 
     metrics: Sums
     events: tuple[dict[str, Any], ...]  # skipped steps and why
-    traces: dict[str, dict[str, Tensor]]  # [T] and [T, K] by name, for each rollout uid; empty without a trace
+    # Per-token columns of saved rollouts, [T] or [T, K], by rollout uid and name; empty where none were asked for
+    traces: dict[str, dict[str, Tensor]]
 
 
 class TrainResult(NamedTuple):
@@ -59,8 +60,8 @@ class Scorer(Protocol):
     ) -> dict[str, Tensor]:
         """Compute the log-probs of every response token and of the `top_ids` at its position.
 
-        They belong to the distribution that `sampling` draws from, top-p and top-k included: a token that these filters
-        drop has -inf.
+        The distribution is that which `sampling` draws from, top-p and top-k included: a token that these filters drop
+        has -inf.
 
         Args:
             from_copy: True to compute with the weights of the last `keep_weights`.
@@ -95,13 +96,13 @@ class Learner(Scorer, ABC):
 
     @abstractmethod
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
-        """Yield the current weights of a model by name: tied ones once, an adapter merged in.
+        """Yield the current weights of a model by name: a tied weight once, an adapter merged into its weight.
 
-        Where there is no rollout model, its weights are the policy's.
+        Without a rollout model, the weights of `rollout_model` are the policy's.
 
         Args:
-            dtype: dtype that the caller casts weights to. Weights that have to be copied anyway come in this dtype,
-                others in their own. None: all come in their own.
+            dtype: dtype to which the caller will cast the weights. A weight that has to be copied anyway comes in this
+                dtype, any other weight in its own. None: every weight comes in its own dtype.
         """
 
     @abstractmethod

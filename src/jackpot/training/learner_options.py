@@ -17,21 +17,21 @@ class LearnerOptions:
     temperature: float
     """Temperature of the sampling; every log-prob of the learner uses it."""
     num_top_log_probs: int
-    """K of the policy's own top-k."""
+    """K, the number of most probable tokens that the policy's head returns at each position."""
     max_length: int
     """The sampling limit on response tokens, for `loss_agg_mode: seq-mean-token-sum-norm`."""
     advantage: str
-    """Key of `objectives.advantages.ADVANTAGES`; a critic takes its place."""
+    """Key of `objectives.advantages.ADVANTAGES`; not used by a learner with a critic."""
     within_model: bool = False
-    """As in `response_advantages`."""
+    """Whether advantages compare the responses of each model with each other alone (`response_advantages`)."""
     beta: float = 1.0
-    """As in `response_advantages`."""
+    """Coefficient of the advantage `oapl` (`response_advantages`)."""
     on_support: bool = False
     """Whether both models' log-probs are renormalized on the tokens that a truncated sampler kept, which its lists
     name. Entropies and divergences stay those of the whole vocabulary."""
     exact_engines: Collection[Role] = ()
-    """Models whose engine samples from the weights it is sent, neither quantized nor truncated, so that their
-    forward pass can stand in for p_inf."""
+    """Models whose engine samples from the weights that it is sent, neither quantized nor truncated. So their forward
+    pass in training gives the distribution p_inf that the engine samples from."""
     is_mixed: bool = False
     """Whether the policy generates some of the rollouts beside a rollout model."""
     autocast: torch.dtype | None = None
@@ -42,6 +42,6 @@ class LearnerOptions:
     distill_control: DistillControlConfig | None = None
     """Adapts the objective's `distill_weight` after every step of the rollout model; None for a constant weight."""
     ess_scaling: str | None = None
-    """As in `JointOptimizer`."""
+    """Key of `EFFECTIVE_SHARES`, by which `JointOptimizer` scales the policy's learning rate; None: no scaling."""
     head: HeadOptions = DEFAULT_OPTIONS
-    """How the joint head is computed."""
+    """How the outputs of the joint head are computed."""

@@ -37,11 +37,11 @@ Evaluations = Sequence[tuple[int, float]]  # (iteration, accuracy of the policy)
 
 
 class Fall(NamedTuple):
-    """A fall of a policy's accuracy: when it was, and from what to what."""
+    """A fall of a policy's accuracy: its iteration, and the accuracy before and after."""
 
     iteration: int  # iteration of the first low evaluation
     accuracy: float  # accuracy in that evaluation
-    best: float  # highest accuracy before it
+    best: float  # highest accuracy in the evaluations before it
 
     @property
     def why(self) -> str:
@@ -50,7 +50,7 @@ class Fall(NamedTuple):
 
 
 def evaluations(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Return (iteration, accuracy) for each line of metrics.jsonl with an evaluation that has a verdict."""
+    """Return (iteration, accuracy) for each line of metrics.jsonl in which the policy's accuracy was evaluated."""
     name = "eval/policy_accuracy"
     return [(line["iteration"], line[name]) for line in lines if line.get(name) is not None]
 
@@ -69,8 +69,8 @@ def problems_of(lines: Iterable[Mapping[str, Any]], config: Config) -> int:
 def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
     """Return the first fall of a policy's accuracy, or None if the policy has not collapsed.
 
-    A policy has collapsed if in 2 evaluations in a row its accuracy is less than half of the best one before, by more
-    than two standard errors.
+    A policy has collapsed if in 2 evaluations in a row its accuracy is below half of the best accuracy before, and also
+    below that best accuracy by more than two standard errors.
 
     Args:
         problems: number of problems in each evaluation.

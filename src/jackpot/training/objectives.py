@@ -59,5 +59,5 @@ def rollout_model_objective(objective: RolloutModelConfig, loss_agg_mode: str) -
 
 
 def _clip(value: float | None) -> float:
-    """Return a clip setting as a number, which is infinite for null, no clip."""
+    """Return a clip setting as a number: infinity, which clips nothing, for None."""
     return math.inf if value is None else value

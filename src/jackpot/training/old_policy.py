@@ -1,4 +1,4 @@
-"""Copies of the models as they were before an update: log-probs of the old policy, and weights.
+"""What is kept of the models from before an update: log-probs of the old policy, and copies of weights.
 
 The old policy is the policy before its first update on a rollout batch.
 """
@@ -55,7 +55,7 @@ class OldPolicySnapshot:
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
     def fetch(self, batches: Iterable[TokenBatch]) -> None:
-        """Copy all stored rows to all ranks, if any rank lacks a row for its own `batches`."""
+        """Copy the log-probs that each rank has stored to all ranks, if a rank lacks any for its own `batches`."""
         needed = _keys(uid for batch in batches for uid in batch.uids).tolist()
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
@@ -172,6 +172,7 @@ class KeptWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        """Exchange the numbers of the parameters and of the copy."""
         for copy, piece in zip(self._copies, self._pieces(), strict=True):
             current = piece.to("cpu", copy=True)
             piece.copy_(copy)
@@ -182,6 +183,7 @@ class KeptWeights:
         pieces: list[Tensor] = []
         for parameter in self._parameters:
             flat = local(parameter.detach()).view(-1)
+            # The powers of two that add up to the parameter's size are the 1s of its binary digits.
             powers = [1 << bit for bit in range(len(flat).bit_length())]
             pieces += flat.split([power for power in powers if len(flat) & power])
         return pieces

@@ -25,14 +25,14 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.learning_rate * SCHEDULES[config.schedule](min((step - config.warmup_steps) / span, 1.0))
 
 
-SCHEDULES = {
+SCHEDULES = {  # factor on the learning rate, by the progress after the warm-up, from 0 to 1
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 _MESSAGE = 2**26  # most bytes of a message, in which tensors are copied together; a larger tensor is sent alone
 
 
@@ -43,7 +43,7 @@ def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+    by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}  # for each dtype, the tensors of each message
     for tensor in (tensor for tensor in tensors if not is_sharded(tensor)):
         messages = by_dtype.setdefault(tensor.dtype, [[]])
         if messages[-1] and sum(member.nbytes for member in (*messages[-1], tensor)) > _MESSAGE:
@@ -59,7 +59,7 @@ class ModelOptimizer:
     """The optimizer of one model: AdamW, clipping and the learning rate. Gradients arrive as sums over micro-batches.
 
     Args:
-        parameters: of the model; those that require a gradient are trained.
+        parameters: parameters of the model; those that require a gradient are trained.
         total_steps: number of optimizer steps of the whole run, where the schedule ends.
     """
 
@@ -102,6 +102,7 @@ class ModelOptimizer:
         return gradient_norm
 
     def _gradients(self) -> list[Tensor]:
+        """Return the gradients of all trained parameters that have one."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def step(self, scale: float = 1.0) -> None:
@@ -136,16 +137,16 @@ class ModelOptimizer:
         return {"groups": self._adamw.state_dict()["param_groups"], "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any], moments: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` and `moments` returned, also where shards were cut in another way then.
+        """Continue from what `state_dict` and `moments` returned; parameters may be sharded in another way now.
 
         Args:
-            moments: moments by name, as `part_like` takes them.
+            moments: whole moments by name, as tensors or as slices of a file (`part_like`).
 
         Raises:
             CheckpointError: the moments do not fit the parameters.
         """
         self.steps = state["steps"]
-        has_moments = enumerate(self.parameters) if self.steps else ()
+        has_moments = enumerate(self.parameters) if self.steps else ()  # no moments before the first step
         states = {index: self._state(index, parameter, moments) for index, parameter in has_moments}
         self._adamw.load_state_dict({"state": states, "param_groups": state["groups"]})
 

@@ -57,9 +57,9 @@ class Ranks:
         # Twice the time-out: a rank may begin to wait while rank 0 still waits for the reply of another rank.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
         assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-        self._waiting = group
+        self._waiting = group  # the group in which ranks wait for a command
         self._run, self._last = run, LastCommand(run, self.rank)
-        self._is_idle = True
+        self._is_idle = True  # whether this rank is between two commands
         # The lock is held to send to waiting ranks; the event says that the run has ended.
         self._turn, self._ended = threading.Lock(), threading.Event()
         if self.rank == 0:
@@ -125,6 +125,7 @@ class Ranks:
 
     @contextmanager
     def _command(self, sequence_number: int, name: str) -> Iterator[None]:
+        """Record in this rank's file that a command runs, and, after the block, that it is done or has failed."""
         self._last.begin(sequence_number, name)
         self._is_idle = False
         try:
@@ -139,6 +140,11 @@ class Ranks:
 
     @contextmanager
     def _lost_named(self, doing: str) -> Iterator[None]:
+        """Turn torch's error about a lost rank in the block into a RankError with the newest command of each rank.
+
+        Args:
+            doing: what this rank does in the block, for the error's text.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -151,12 +157,18 @@ class Ranks:
             ) from error
 
     def _send(self, value: Any, rank: int) -> None:
+        """Send a value to another rank: a command from rank 0, or a reply to it; first its size, then its bytes."""
         message, is_command = pack(value), self.rank == 0
         dist.send(torch.tensor([len(message), ~len(message)]), rank, group=self._waiting if is_command else None)
         for piece in message.split(_PIECE):
             dist.send(piece, rank)
 
     def _receive(self, rank: int, group: dist.ProcessGroup | None) -> Any:
+        """Wait for a value that another rank sends, past its signs of life, and return the value.
+
+        Args:
+            group: the group in which the size of the message comes; None: the default group.
+        """
         head = _ALIVE.clone()
         while torch.equal(head, _ALIVE):
             dist.recv(head, rank, group=group)
@@ -211,7 +223,7 @@ class LedLearner(Learner):
         result, *replies = self._all("train", arguments)
 
         replies.insert(0, _rows_of(result))
-        traces = zip(*(reply["traces"] for reply in replies), strict=True)  # of each step, from all ranks
+        traces = zip(*(reply["traces"] for reply in replies), strict=True)  # for each step, the traces of every rank
         steps = [replace(step, traces=_merged(rows)) for step, rows in zip(result.steps, traces, strict=True)]
         return TrainResult(steps, _merged(reply["engine_gaps"] for reply in replies))
 
@@ -247,7 +259,7 @@ class LedLearner(Learner):
         return self._learner.state_dict()
 
     def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **arguments: Any) -> dict[str, Tensor]:
-        """Have each rank do a command on its share of the batches, and join the results, which are by rollout uid."""
+        """Have each rank carry out a command on its share of the batches, and join the results by rollout uid."""
         shares = deal(batches, self._ranks.size)
         return _merged(self._all(name, [{"batches": share} | arguments for share in shares]))
 
@@ -270,9 +282,10 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
     Raises:
         RankError: rank 0 or another rank was lost.
     """
-    learner: list[JointLearner] = []
+    learner: list[JointLearner] = []  # this rank's learner; empty until the first command `build`
 
     def do(name: str, arguments: dict[str, Any]) -> Any:
+        """Carry out one command, and return the reply to rank 0."""
         if name == "build":
             learner.clear()  # frees the models before the next learner loads its own
             learner.append(build(arguments))
@@ -302,7 +315,7 @@ def _work(learner: JointLearner, name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _rows_of(result: TrainResult) -> dict[str, Any]:
-    """Return the rows by rollout uid that a rank's share of a rollout batch has given."""
+    """Return what rank 0 needs of a rank's `TrainResult`: the traces of each step, and the engine's gaps, by uid."""
     return {"traces": [step.traces for step in result.steps], "engine_gaps": result.engine_gaps}
 
 
@@ -310,7 +323,7 @@ _REPLIED = {"score", "values", "save"}  # commands whose whole result rank 0 nee
 
 
 def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join dicts by rollout uid into one."""
+    """Join the dicts of all ranks, which are by rollout uid or by file, into one dict."""
     return {uid: row for share in rows for uid, row in share.items()}
 
 
@@ -330,6 +343,7 @@ class LastCommand:
         self.write("waits")
 
     def begin(self, sequence_number: int, name: str) -> None:
+        """Take a command as the newest, and write that the rank runs it."""
         self.sequence_number, self.name = sequence_number, name
         self.write("runs")
 
@@ -337,7 +351,7 @@ class LastCommand:
         return f"command {self.sequence_number} ({self.name})"
 
     def write(self, state: str, **more: Any) -> None:
-        """Write the state of the command: the rank waits for it, runs it, has done it, or has failed."""
+        """Write the state of the newest command to the file: "waits" before the first, "runs", "done" or "failed"."""
         command = {"number": self.sequence_number, "command": self.name, "state": state, "time": time.time()}
         facts = self._facts | command | more
         partial = self._path.with_suffix(".partial")
@@ -348,11 +362,12 @@ class LastCommand:
 
 
 def describe(run: Path, size: int) -> str:
-    """Describe, from ranks/R.json, which command each rank of a run had last."""
+    """Describe the newest command of each rank of a run, from the files ranks/R.json."""
     return "; ".join(_sentence(run / "ranks" / f"{rank}.json", rank) for rank in range(size))
 
 
 def _sentence(path: Path, rank: int) -> str:
+    """Describe the newest command of one rank, from its file."""
     try:
         facts = json.loads(path.read_text())
         ago = f"{max(0.0, time.time() - facts['time']):.0f} s ago"

@@ -36,7 +36,7 @@ class Reference:
         self._estimate, self._temperature = estimate, temperature
         self.digest = weights_digest(model.named_parameters(), torch.float32)
         is_exact = estimate == "exact"
-        self._head = LinearHead(  # it computes without gradient for its first model, here the reference
+        self._head = LinearHead(  # its divergences have no gradient into its first model, here the reference
             output_layer(model),
             output_layer(policy) if is_exact else None,
             policy_soft_cap=logit_softcap(model),

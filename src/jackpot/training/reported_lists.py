@@ -22,13 +22,14 @@ ANOTHER_PASS = 0.02  # nats by which the log-prob of a token may differ between 
 REPEATS = (0.02, 0.5)  # b: bets that this share of responses are copies of earlier ones
 BIASES = (-0.5, -0.1, 0.1, 0.5)  # d: bets that the engine draws one token 1 + d times as readily
 WATCHED = 32  # number of tokens on which the bets of BIASES are made
-SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))  # (weight, number) of each kind of bet
-FLOOR = -10.0  # log-probs below this one count as this one
+# For each kind of bet, its share of the average of all products, and the number of its bets.
+SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))
+FLOOR = -10.0  # nats; lower log-probs count as this number
 ROUNDING = 1e-5  # largest total variation that rounding makes between sampled and reported distribution of a token
 
 
 class ReportedLists(NamedTuple):
-    """The report of an engine about sampled tokens: the tokens with their top-k lists."""
+    """What an engine reported of N sampled tokens: their ids, and the top-k list at each token's position."""
 
     token_ids: Tensor  # [N] int64, as drawn
     top_ids: Tensor  # [N, K] int64, most probable first
@@ -36,7 +37,7 @@ class ReportedLists(NamedTuple):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> "ReportedLists":
-        """Join the sampled tokens of the first rollouts, up to the rollout with which they are LISTED_TOKENS."""
+        """Join the sampled tokens of the first rollouts, of as many as it takes to have LISTED_TOKENS tokens."""
         before = accumulate((len(rollout.token_ids) for rollout in rollouts), initial=0)
         rollouts = [rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < LISTED_TOKENS]
         sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])
@@ -104,7 +105,10 @@ class Bets:
         self.products = torch.full_like(shares, -math.inf)  # log of each bet's weighted product
 
     def add(self, logs: Tensor) -> float:
-        """Multiply each bet by the factors of a batch, whose logs are given as [bets]; return `share`."""
+        """Multiply the product of each bet by the bet's factor in a batch; return `share`.
+
+        `logs` [bets] are the logs of the factors.
+        """
         self._batches += 1
         begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
         self.products = torch.logaddexp(self.products, self._weights + math.log(begun)) + logs
@@ -112,7 +116,10 @@ class Bets:
 
     @property
     def share(self) -> float:
-        """Return the log of the average product over the log at which a run ends: 1 ends it, below 0 is no evidence."""
+        """Return the log of the average product, divided by the log at which a run ends, log(1 / FALSE_ALARM).
+
+        At 1 the run ends; a number below 0 is no evidence against the engine.
+        """
         return float(self.products.logsumexp(0)) / -math.log(FALSE_ALARM) if self._batches else 0.0
 
 
@@ -162,7 +169,7 @@ class SamplingEvidence:
         return share
 
     def _strongest_bet(self) -> str:
-        """Describe, for the error, what the bet with the largest product bets on."""
+        """Describe, for the error, what is wrong with the engine if the bet with the largest product is right."""
         largest = int(self._bets.products.argmax()) - len(TILTS)
         if largest < 0:
             drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
@@ -187,25 +194,31 @@ class SamplingEvidence:
         )
 
     def _tilted(self, lists: ReportedLists) -> Tensor:
-        """Return the log of each tilt's factors, multiplied over the tokens, [tilts]; also add up f for the error."""
-        probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)
-        outside, rest = f.min(-1).values, (1.0 - probs.sum(-1)).clamp(min=0.0)
-        at = lists.top_ids == lists.token_ids[:, None]
-        drawn = torch.where(at.any(-1), torch.where(at, f, 0.0).sum(-1), outside)
-        self._tokens += len(drawn)
-        self._drawn += float(drawn.sum())
-        self._expected += float((probs * f).sum() + (rest * outside).sum())
+        """Return the logs of the factors of the bets on another temperature, summed over the tokens: [tilts].
+
+        Also add up f of the drawn tokens and E[f], which the error's text names.
+        """
+        probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # of the listed tokens, [N, K]
+        # Tokens outside the list, taken together: their f, and the probability that is left for them, [N].
+        f_outside, prob_outside = f.min(-1).values, (1.0 - probs.sum(-1)).clamp(min=0.0)
+        is_drawn = lists.top_ids == lists.token_ids[:, None]  # [N, K]
+        f_drawn = torch.where(is_drawn.any(-1), torch.where(is_drawn, f, 0.0).sum(-1), f_outside)
+
+        self._tokens += len(f_drawn)
+        self._drawn += float(f_drawn.sum())
+        self._expected += float((probs * f).sum() + (prob_outside * f_outside).sum())
 
         logs = []
         for tilt in TILTS:
-            mean = (probs * (tilt * f).exp()).sum(-1) + rest * (tilt * outside).exp()
-            logs.append((tilt * drawn - (mean + ROUNDING * max(1.0, math.exp(tilt * FLOOR))).log()).sum())
+            mean = (probs * (tilt * f).exp()).sum(-1) + prob_outside * (tilt * f_outside).exp()  # E[exp(d f)], [N]
+            # Rounding can raise the expectation by the largest exp(d f), which is at f = 0 or at f = FLOOR.
+            logs.append((tilt * f_drawn - (mean + ROUNDING * max(1.0, math.exp(tilt * FLOOR))).log()).sum())
         return torch.stack(logs)
 
     def _biased(self, lists: ReportedLists) -> Tensor:
-        """Return the log of the factors of each bet on one token, multiplied over the tokens: [WATCHED * biases].
+        """Return the logs of the factors of the bets on single tokens, summed over the tokens: [WATCHED * biases].
 
-        The first batch, from which the tokens are chosen, gives 0.
+        The first batch, from which the tokens to watch are chosen, gives 0.
         """
         probs = lists.top_log_probs.exp()
         logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)
@@ -215,6 +228,8 @@ class SamplingEvidence:
             self._watched = torch.cat([likely, likely.new_full((WATCHED - len(likely),), -1)]).sort().values
             return logs.flatten()
 
+        # For each listed id, [N, K]: its place among the watched tokens, and whether it is one of them. For each that
+        # is: whether it was drawn, and its probability.
         index = torch.searchsorted(self._watched, lists.top_ids.contiguous()).clamp(max=WATCHED - 1)
         at = self._watched[index] == lists.top_ids
         drawn, chance = (lists.top_ids == lists.token_ids[:, None])[at].double(), probs[at]
@@ -225,10 +240,9 @@ class SamplingEvidence:
 
 
 def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
-    """Return the log of the factors of each bet on equal responses, multiplied over the responses: [shares]."""
-    before: dict[
-        tuple[str, tuple[int, ...]], dict[bytes, float]
-    ] = {}  # by prompt: earlier responses with their probabilities
+    """Return the logs of the factors of the bets on equal responses, summed over the responses: [shares]."""
+    # For each prompt, its earlier responses (bytes of the token ids) with their probabilities.
+    before: dict[tuple[str, tuple[int, ...]], dict[bytes, float]] = {}
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
 
     for rollout in rollouts:
@@ -236,6 +250,7 @@ def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
         response = rollout.token_ids.numpy().tobytes()
         if earlier:
             chance = min(1.0, sum(earlier.values()))
+            # The log of 1 - b, or of 1 - b + b / p for a copy, for each share b.
             logs += torch.tensor(
                 [math.log(1.0 - bet + (bet / max(chance, 1e-300) if response in earlier else 0.0)) for bet in REPEATS]
             )

@@ -90,7 +90,8 @@ class Trainer:
         self._checkpointer = Checkpointer(components, folder, state)
 
         self.iteration = -1  # newest finished iteration; 0 is the evaluation before training
-        self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)  # at the start of each newest iteration
+        # Versions of the weights at the start of the newest iterations, oldest first.
+        self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)
 
         if state is not None:
             self._sampler.load_state_dict(state)
@@ -117,6 +118,7 @@ class Trainer:
                 iteration = self.iteration + 1
                 batch = self._sampler.next_batch(iteration)
 
+                # If later batches were begun with these weights, keep a copy to check those batches with.
                 self._versions.append(components.learner.version)
                 if self._sampler.begin_ahead(iteration):
                     with self._clock("check"):
@@ -131,6 +133,7 @@ class Trainer:
 
                 self._check_gaps(iteration, samples, gaps)
 
+                # Send the new weights to the engines that generate next, after the batches begun with the old weights.
                 writers = self._next_writers(iteration)
                 if writers:
                     self._sampler.finish()
@@ -170,7 +173,7 @@ class Trainer:
                 check.check_gaps(self._components.writers[role], sampled, gaps, iteration)
 
     def _rest(self) -> None:
-        """Put to sleep new engines that will get weights before they generate anything."""
+        """Put new engines to sleep, except those that generate rollouts before they are sent other weights."""
         waiting = {self._components.engine, self._components.policy_engine}
         for engine in waiting.difference(self._next_writers(self.iteration).values()):
             engine.sleep()
@@ -193,7 +196,7 @@ class Trainer:
         self._record_events()
         values |= throughput(self._clock.take(), values.get("tokens/rollout"), overlaps=bool(batch.ahead))
 
-        with self._clock("save"):  # these seconds appear in the next line of metrics
+        with self._clock("save"):  # the seconds of this block appear in the next line of metrics.jsonl
             line = self._folder.report(self.iteration, values)
             self._checkpointer.save_if_due(self.iteration, self._state, values.get(f"eval/policy_{measure_of(values)}"))
         self._on_metrics(line)
@@ -228,9 +231,11 @@ class Trainer:
                 write_rollouts(folder, iteration, samples, traces, tokenizer, self._config)
 
     def _saves_rollouts(self, iteration: int) -> bool:
+        """Tell whether the rollouts of an iteration are written to a file."""
         return iteration == 1 or self._is_last(iteration) or iteration % self._config.rollouts.every == 0
 
     def _is_last(self, iteration: int) -> bool:
+        """Tell whether an iteration is the last one of the run."""
         return iteration == self._config.iterations
 
     def _state(self) -> dict[str, Any]:
@@ -242,6 +247,7 @@ class Trainer:
         return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
 
     def _record_events(self) -> None:
+        """Write the events of tasks and engines since the last call to events.jsonl."""
         for event in self._components.take_events():
             self._folder.event(self.iteration, event)
 

@@ -80,11 +80,12 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
+        """Note the keys and values that attention gets, and return zeros for its output."""
         attended.extend((key, value))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE, attention)
-    AttentionMaskInterface.register(_PROBE, eager_mask)  # always makes a mask, which some models read themselves
+    AttentionMaskInterface.register(_PROBE, eager_mask)  # makes a mask even where none is needed: some models read it
     with AttentionSet(model.config.get_text_config(), _PROBE):
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)

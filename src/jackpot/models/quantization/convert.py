@@ -38,7 +38,7 @@ def quantized_names(model: nn.Module) -> Conversion:
     find_head = getattr(model, "get_output_embeddings", None)  # of every model of transformers
     head = find_head() if find_head else None
 
-    reasons: dict[str, str | None] = {}  # to keep a parameter, by its name; None: it is converted
+    reasons: dict[str, str | None] = {}  # by parameter, the first reason to keep it; None: it is converted
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")
         module = modules[path]
@@ -103,24 +103,25 @@ class CodedWeights(NamedTuple):
 
     @property
     def scheme(self) -> Scheme:
+        """Return the scheme by which the weights are quantized."""
         return SCHEMES[self.quantization]
 
     def are_in(self, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Tell whether any tensor has codes; then all tensors are sent in the dtypes that they have."""
+        """Tell whether any of the tensors holds codes; if so, no tensor is cast before it is sent."""
         return any(tensor.dtype == self.scheme.weights.codes for _, tensor in tensors)
 
     def shapes(self, weight_shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Return the shapes of the scales of all coded weights, by the scales' names.
 
         Args:
-            plain: shapes of the weights by name.
+            weight_shapes: shapes of the weights by name.
         """
         suffix, grid = scales_suffix(self.scheme), self.scheme.weights
         return {name + suffix: grid.blocks(weight_shapes[name]) for name in self.names}
 
 
 def scales_suffix(scheme: Scheme) -> str:
-    """Return what is appended to the name of a weight for the name of its scales."""
+    """Return the suffix by which the name of a weight becomes the name of the weight's scales."""
     return "_scale_inv" if scheme.weights.codes.is_floating_point else "_scale"
 
 

@@ -12,20 +12,21 @@ from jackpot.config.engines import EngineConfig, cache_format
 from jackpot.models.quantization.convert import quantized_names
 from jackpot.models.quantization.quantizer import E4M3, SCHEMES, Grid
 
+# Keys of `layer_formats` for what is no matrix in a layer.
 BETWEEN = "norms and what flows between layers"
 CACHE, HEAD = "keys and values", "output layer"
-_KEPT = ", not quantized: "
+_KEPT = ", not quantized: "  # stands between the format of a matrix and the reason why it is not quantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFormats:
     """The settings of a side, an engine or training, that decide its number formats."""
 
-    dtype: str  # of weights and activations
+    dtype: str  # dtype of weights and activations
     quantization: str | None = None  # key of `SCHEMES`
     kv_cache_dtype: str | None = None
     head_dtype: str | None = None
-    autocast: str | None = None  # of products, where weights and activations between layers have `dtype`
+    autocast: str | None = None  # dtype of products, where that is not the `dtype` of weights and activations
 
     @classmethod
     def of(cls, engine: EngineConfig, device: str, autocast: str | None = None) -> "SideFormats":
@@ -38,8 +39,8 @@ class LayerDifference(NamedTuple):
     """Layers that two sides compute with different number formats."""
 
     layers: str  # a name with * in place of the layers' numbers, and how many layers there are
-    first: str
-    second: str
+    first: str  # the number format of the first side
+    second: str  # the number format of the second side
 
 
 def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:

@@ -23,7 +23,7 @@ class QuantizedLinear(nn.Module):
     """
 
     codes: Tensor  # [N, K]
-    scales: Tensor  # as in `Quantized`
+    scales: Tensor  # [blocks along N, blocks along K] float32, the factors of the codes
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Quantize another weight, [N, K], and replace the layer's by it."""
+        """Quantize another weight, [N, K], and take its codes and scales in place of the layer's."""
         quantized = quantize(weight, self.scheme.weights)
         self.codes.copy_(quantized.codes)
         self.scales.copy_(quantized.scales)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 ScaleFormat = Literal["power_of_two", "float32"]
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # code of either sign; -128 is not used, so that a block is symmetric
+LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # largest |code|; -128 is not used, so that codes are symmetric
 _VARIANTS = 64  # most compiled kernels: they differ by grid, dtype, strides, with gradient or not
 _SMALLEST = 1e-10  # a smaller maximum of a block counts as this, so that a block of zeros has codes of 0
 
@@ -66,7 +66,8 @@ def quantize(values: Tensor, grid: Grid) -> Quantized:
     implementation. A GPU computes scales that are powers of two, and their codes, in one kernel, after a test that the
     kernel gives the same bits.
     """
-    is_exact = grid.scales == "power_of_two"  # else compiled code divides by the largest code in its own way
+    # Scales that are no powers of two take a division by the largest code, which compiled code rounds in its own way.
+    is_exact = grid.scales == "power_of_two"
     formula = (_compiled(grid, values.device) if is_exact and values.is_cuda else None) or _codes_and_scales
     return Quantized(*formula(values, grid), grid)
 
@@ -83,7 +84,7 @@ def _codes_and_scales(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tuple[Tensor, Tensor]] | None:
     """Return `_codes_and_scales` compiled to one kernel; None, with a warning, where that fails or gives other bits.
 
-    Without it a dozen kernels run, which take longer than an FP8 product saves (H200, docs/gpu.md).
+    Not compiled, the function runs a dozen kernels, which take longer than an FP8 product saves (H200, docs/gpu.md).
 
     Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
     """
@@ -180,7 +181,7 @@ class Scheme:
     """The formats in which a linear layer computes. Both matrices are [rows, features in]."""
 
     weights: Grid
-    activations: Grid | None  # of the activations of each token; None: not quantized, and weights are dequantized first
+    activations: Grid | None  # None: activations are not quantized, and weights are dequantized before the product
 
 
 INT8_ROWS = Grid(codes=torch.int8, rows=1, scales="float32")  # a scale for each output feature or token

@@ -47,13 +47,13 @@ class CodedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, rows: Quantized, grid: Grid, backward: Backward) -> Tensor:
-        """Return the product.
+        """Return the product X W^T, [M, N].
 
         Args:
-            inputs: [M, K], in the dtype of the output.
-            weight: [N, K], the master weight.
+            inputs: X, [M, K], in the dtype of the output.
+            weight: W, [N, K], the master weight.
             rows: `inputs`, quantized.
-            grid: by which the weight is quantized.
+            grid: grid by which the weight is quantized.
         """
         coded = quantize(weight.to(inputs.dtype), grid)
         ctx.save_for_backward(rows.codes, rows.scales, coded.codes, coded.scales)
@@ -64,6 +64,7 @@ class CodedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of X and W from `grad`, the gradient of the product, [M, N]."""
         row_codes, row_scales, weight_codes, weight_scales = ctx.saved_tensors
         rows_grid, weight_grid = ctx.grids
         rows, weight = Quantized(row_codes, row_scales, rows_grid), Quantized(weight_codes, weight_scales, weight_grid)
@@ -85,7 +86,7 @@ class CodedProduct(torch.autograd.Function):
 
 
 class CodedLinear(nn.Linear):
-    """A linear layer whose weight is trained through codes; it replaces an `nn.Linear` and has its parameters' names.
+    """A linear layer whose weight is trained through codes, in place of an `nn.Linear` with the same parameters.
 
     Forward multiplies the same codes by the same `product` as `QuantizedLinear`, so a layer computes in training what
     it computes in the engine. Weights stay float32, and get a gradient as if rounding were the identity. The bias is
@@ -98,9 +99,9 @@ class CodedLinear(nn.Linear):
     costs one for each token.
 
     Args:
-        layer: whose parameters become this layer's; not copied.
-        grid: by which the weight is quantized.
-        rows: shared by all layers of the model.
+        layer: layer whose parameters become this layer's; they are not copied.
+        grid: grid by which the weight is quantized.
+        rows: memory of the last quantized input, which all layers of the model share.
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
@@ -114,7 +115,7 @@ class CodedLinear(nn.Linear):
         return self.multiply(inputs, self.weight)
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Do as `forward` with another weight, [N, K], such as one into which an adapter is merged."""
+        """Do what `forward` does with another weight, [N, K], such as a weight into which an adapter is merged."""
         device = inputs.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
 
@@ -162,9 +163,9 @@ def train_in_codes(
     the rest of the backbone with numbers of `dtype`.
 
     Args:
-        scheme: of the engine, with quantized activations.
+        scheme: the engine's scheme, which quantizes activations too.
         fp8_cache, exact: as in `attend_as_engine`.
-        dtype: of the engine's weights and activations.
+        dtype: dtype of the engine's weights and activations.
 
     Raises:
         ModelError: the model has no linear layer to quantize, its attention cannot be replaced or, with an FP8 cache,
@@ -229,7 +230,7 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
 
 
 def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: Any) -> Tensor:
-    """Look rows up in a float32 table and round them, as if the table were rounded; its gradient adds up in float32."""
+    """Look rows up in an embedding's float32 table and round the rows; the table's gradient adds up in float32."""
     return forward(*args).to(dtype)
 
 
@@ -271,5 +272,6 @@ def _with_rounded_weights(
 
 
 def _without_autocast(forward: Forward, input_ids: Tensor, **options: Any) -> Any:
+    """Run a backbone's forward pass without autocast."""
     with torch.autocast(input_ids.device.type, enabled=False):
         return forward(input_ids=input_ids, **options)

@@ -29,11 +29,11 @@ class CorrectionInputs:
     rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
     target_log_probs: Tensor  # log p_target, the distribution that the weights align to
     proximal_log_probs: Tensor  # log-probs of the point that PPO's ratio is taken from
-    response_mask: Tensor  # bool, True where the rollout model sampled the token
+    response_mask: Tensor  # bool, True where a model sampled the token, not a tool
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
-    advantages: Tensor  # of the policy; only corrections in `signed` read them, and those read their sign alone
+    advantages: Tensor  # the policy's advantages; only corrections in `signed` read them, and only their signs
     z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
-    lam: Tensor | None = None  # lam of each token, where a budget chooses it, and also Z's; None: the correction's lam
+    lam: Tensor | None = None  # lam of each token (also that of `z`) where a budget chooses it; None: the correction's
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
 
     @property
@@ -57,8 +57,8 @@ class CorrectionInputs:
 
     @property
     def to_proximal(self) -> Tensor:
-        """Return p_proximal / p_target: [B, T], 1 where masked. Times a weight, it moves that from the target to the
-        proximal point.
+        """Return p_proximal / p_target: [B, T], 1 where masked. A weight that aligns to the target, times this, aligns
+        to the proximal point.
 
         It is 1 also where p_target is 0: no such token is accepted, so it has no weight to move.
         """
@@ -69,8 +69,8 @@ class CorrectionInputs:
 class Kappas(NamedTuple):
     """The factors on Z of one optimizer step: scalars, float64."""
 
-    kappa: Tensor  # for tokens that the rollout model sampled; for all tokens where one model sampled all
-    of_policy: Tensor | None = None  # for tokens that the policy sampled, where two models did
+    kappa: Tensor  # factor for tokens that the rollout model sampled; for all tokens where one model sampled all
+    of_policy: Tensor | None = None  # factor for tokens that the policy sampled, where two models sampled; else None
 
     def by_response(self, by_policy: Tensor | None) -> Tensor:
         """Return the factor of each response, [B, 1], or a scalar where all have the same.
@@ -89,10 +89,10 @@ class Correction:
 
     weights: Tensor  # factor on the surrogate of an accepted token
     accept_mask: Tensor  # float: 1 where accepted, 0 where rejected; the acceptance a(x) with `mask: expected`
-    capped: Tensor  # bool, where the cap lowered the weight or the band rejected the token
+    capped: Tensor  # bool, where a cap lowered the weight or a band of ratios rejected the token
     capped_c2: Tensor  # bool, where the cap c2 lowered p_proximal / p_target
     kappa: Tensor  # scalar, float64: the factor on Z that the weights contain; 1 where they contain none
-    kappa_of_policy: Tensor | None = None  # the same for tokens that the policy sampled, where two models sampled
+    kappa_of_policy: Tensor | None = None  # `kappa` for tokens that the policy sampled; None: one model sampled all
 
     @classmethod
     def of(
@@ -165,7 +165,7 @@ class CorrectionFn(Protocol):
         ...
 
     def measure(self, inputs: CorrectionInputs) -> Mapping[str, Metric]:
-        """Sum over the response tokens of a micro-batch what `apply` needs of a step, by the names of metrics.
+        """Sum over the tokens of a micro-batch the quantities whose totals over a step `apply` needs, named as metrics.
 
         Return {} where `apply` needs only the overlap, which is measured for every correction (`measured`).
         """
@@ -193,7 +193,7 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Sum what a correction measures on a micro-batch, and also the overlap if the correction does not measure it."""
+    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` if they are missing."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
@@ -226,6 +226,7 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
+        """Return sum a / sum Z over the tokens of one model, given as a suffix of metrics; "" for all tokens."""
         accepted, z = Mean.named(totals, f"obrs/acceptance{model}"), Mean.named(totals, f"obrs/z{model}")
         return obrs.kappa(accepted.total, z.total).to(device)
 
@@ -234,5 +235,6 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     if inputs.by_policy is None:
         return Kappas(quotient(""))
 
+    # A rollout model that sampled no token of the step gets the policy's kappa.
     policy_kappa, count = quotient("_by_policy"), Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)
     return Kappas(torch.where(count > 0, quotient("_by_rollout_model"), policy_kappa), policy_kappa)

@@ -77,7 +77,7 @@ def reweight_only(
 
 
 def z_only(kappa_z: Tensor, c1: float) -> Weighed:
-    """Weigh every token by min(kappa Z, c1), a weight of its state alone: `z_only`.
+    """Weigh every token by min(kappa Z, c1), which depends on the token's prefix alone: `z_only`.
 
     Biased towards the rollout model as `none`, with a lower weight on states where the models disagree.
     """

@@ -20,7 +20,7 @@ from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Ka
 class Weighed(NamedTuple):
     """The result of a formula: tensors that broadcast to [B, T]; masked entries are ignored."""
 
-    weights: Tensor  # of accepted tokens, after the caps
+    weights: Tensor  # weights of accepted tokens, after the caps
     accepted: Tensor | None = None  # acceptance mask, bool or float; None: every token is accepted
     capped: Tensor | None = None  # bool, where a cap lowered the weight or a band rejected the token
     capped_c2: Tensor | None = None  # bool, where the cap c2 lowered p_proximal / p_target
@@ -40,7 +40,7 @@ class ByFormula:
 
     formula: Formula
     settings: Mapping[str, Any]  # arguments of the formula that are not among TENSORS
-    lam: float = LAM  # at which acceptance and Z are measured
+    lam: float = LAM  # lam at which acceptance and Z are measured
     kappa: Kappa = "none"
 
     @property
@@ -60,7 +60,7 @@ class ByFormula:
         return Correction.of(inputs, **weighed._asdict(), kappas=kappas)
 
     def _tensor(self, name: str, inputs: CorrectionInputs, kappas: Kappas) -> Any:
-        """Return the argument of that name, one of TENSORS."""
+        """Return what a formula gets for its argument `name`, one of TENSORS."""
         if name == "lam":
             return inputs.lam_per_token(self.lam)
         if name == "acceptance":

@@ -146,4 +146,5 @@ def _of_response(log_ratio: Tensor) -> Tensor:
 
 
 def _log(bound: float) -> float:
+    """Return the log of a bound, -inf for the bound 0."""
     return math.log(bound) if bound else -math.inf

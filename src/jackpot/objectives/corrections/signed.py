@@ -82,6 +82,6 @@ def dppo_topk(log_ratio: Tensor, z: ZEstimate, advantages: Tensor, max_tv: float
 
 
 def _tis_but(rejected: Tensor, log_ratio: Tensor, cap: float) -> Weighed:
-    """Weigh a token by min(rho, cap), and reject those that are `rejected`."""
+    """Weigh tokens by min(rho, cap), and reject the tokens where `rejected` is True."""
     ratio = log_ratio.exp()
     return Weighed(ratio.clamp(max=cap), accepted=~rejected, capped=rejected | (ratio > cap))

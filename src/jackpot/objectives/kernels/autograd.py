@@ -48,7 +48,7 @@ from jackpot.objectives.kernels.topk import BLOCK
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """Options of how a head is computed; they change its results by rounding only."""
+    """Options of how a head's outputs are computed; they change the outputs by rounding only."""
 
     reader: TileReader = EAGER
     logits_memory: int = HEAD_LOGITS_MEMORY * 2**20
@@ -72,7 +72,9 @@ MAX_ROW_POSITIONS = 1024
 
 
 def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
-    """Choose the most positions and the most tokens of a tile: the whole vocabulary where that fits, else a part of it.
+    """Choose how many positions and how many tokens of the vocabulary a tile has at most.
+
+    A tile has the whole vocabulary where its logits are then at most MAX_TILE_LOGITS, else a part of the vocabulary.
 
     Args:
         n: positions in all.
@@ -109,6 +111,8 @@ def tiled_heads(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the outputs of one head, or of the policy's and the rollout model's head.
 
+    Arguments are those of `linear_head`; `moments` False is its `only_log_probs`.
+
     Returns:
         The outputs with a gradient, [N] each: log_probs and entropy of each head; for two heads also forward_kl and
         reverse_kl. If `moments` is False, log_probs only.
@@ -140,7 +144,10 @@ def tiled_heads(
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
-    """Choose the heads whose logits forward keeps for backward: all that backward may read, or none if too large."""
+    """Return for each head whether forward keeps the head's logits for backward.
+
+    All logits that backward may read are kept, or none where they exceed `logits_memory` together.
+    """
     trains = [
         torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.tensors)
         for head in heads
@@ -159,11 +166,11 @@ class _TilePlan(NamedTuple):
     temperature: float
     lam: float | None  # None: no exact Z
     num_top: int  # K
-    blocks: tuple[slice, ...]  # of positions
-    tiles: tuple[slice, ...]  # of tokens
-    soft_caps: tuple[float | None, ...]  # of each head
-    operand_dtypes: tuple[torch.dtype, ...]  # that hidden states and weight are cast to, of each head
-    dtype: torch.dtype  # of the logits and of all sums
+    blocks: tuple[slice, ...]  # slices of the N positions
+    tiles: tuple[slice, ...]  # slices of the V tokens of the vocabulary
+    soft_caps: tuple[float | None, ...]  # soft cap of each head; None: no cap
+    operand_dtypes: tuple[torch.dtype, ...]  # dtype to which hidden states and weight of each head are cast
+    dtype: torch.dtype  # dtype of the logits and of all sums
 
     @property
     def is_pair(self) -> bool:
@@ -178,7 +185,7 @@ class _TilePlan(NamedTuple):
         return 6 if self.is_pair else 2
 
     def heads(self, tensors: Sequence[HeadTensors], kept_tiles: Sequence[KeptTiles | None]) -> list[HeadOperands]:
-        """Build the operands of each head, with one workspace for all."""
+        """Build the operands of each head from its tensors; all heads share one workspace."""
         workspace = Workspace(tensors[0].hidden.device)
         arguments = zip(tensors, self.soft_caps, self.operand_dtypes, kept_tiles, strict=True)
         return [
@@ -187,24 +194,30 @@ class _TilePlan(NamedTuple):
         ]
 
     def kept_tiles(self, tiles: Iterator[Tensor]) -> list[KeptTiles | None]:
-        """Name the tiles that forward kept, which come head by head, in the order in which forward formed them."""
+        """Return the tiles of logits that forward kept, of each head; None for a head that keeps none.
+
+        `tiles` are those of the first head, then of the second, in the order in which forward formed them.
+        """
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
+        # `keys` ends each zip before a tile of the next head is taken.
         return [dict(zip(keys, tiles, strict=False)) if keeps else None for keeps in self.keeps]
 
     def coefficients(
         self, grads: Sequence[Tensor | None], saved_values: Sequence[Tensor]
     ) -> list[GradCoefficients | None]:
-        """Combine the gradients of the outputs for each head.
+        """Return the coefficients of the gradient of each head's logits; None for a head without gradient.
 
         Args:
-            grads: of the outputs in the order of `tiled_heads`: log-probs and entropy of each head, forward and reverse
-                KL; None for 0.
+            grads: gradients of the outputs in the order of `tiled_heads`: log-probs and entropy of each head, forward
+                and reverse KL; None for 0.
             saved_values: the values of the entropies and the reverse KL, which their gradients contain.
         """
+        # Logits are divided by the temperature, so every gradient of what they were before contains 1 / temperature.
         to = [None if grad is None else grad / self.temperature for grad in grads]
         if not self.moments:
             return [coefficients_of(to_log_probs) for to_log_probs in to]
 
+        # Every second output: the entropy of each head, and the reverse KL of a pair.
         saved = [
             None if gradient is None else OutputGradient(gradient, value)
             for gradient, value in zip(to[1::2], saved_values, strict=True)
@@ -243,6 +256,11 @@ class _TiledHeads(torch.autograd.Function):
     def forward(
         ctx: _Context, plan: _TilePlan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """Compute the outputs of `tiled_heads`, those with a gradient first.
+
+        Args:
+            tensors: hidden, weight and bias of each head in turn; None for no bias.
+        """
         wanted = torch.cat((ids[:, None], gather_ids), dim=1)
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
             kept_tiles: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
@@ -271,6 +289,7 @@ class _TiledHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of hidden, weight and bias of each head; `grads` are those of forward's outputs."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
 
@@ -297,10 +316,10 @@ class _TiledHeads(torch.autograd.Function):
 
 
 def _by_head(tensors: Sequence[Tensor | None]) -> list[HeadTensors]:
-    """Name the tensors of a flat list of (hidden, weight, bias) of each head in turn."""
+    """Group a flat list of tensors, hidden, weight and bias of each head in turn, by heads."""
     return [HeadTensors(*tensors[start : start + 3]) for start in range(0, len(tensors), 3)]  # pyright: ignore[reportArgumentType]  # only a bias may be None
 
 
 def _joined(block_outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Concatenate each output over all blocks of positions."""
+    """Concatenate each output over all blocks of positions: [C] or [C, K] of each block -> [N] or [N, K]."""
     return tuple(torch.cat(pieces) for pieces in zip(*block_outputs, strict=True))

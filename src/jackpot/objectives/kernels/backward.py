@@ -28,7 +28,7 @@ from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
 class OutputGradient(NamedTuple):
     """The gradient of an output, and the output's value, which the gradient of the logits contains too."""
 
-    to: Tensor  # [N] d loss / d output over the temperature
+    to: Tensor  # [N] d loss / d output, divided by the temperature
     value: Tensor  # [N]
 
 
@@ -41,7 +41,8 @@ def coefficients_of(
     """Combine the gradients of one head's outputs into coefficients; None where no output has a gradient.
 
     Args:
-        to_log_probs, to_forward: [N] d loss / d output over the temperature; None for 0, as for every argument.
+        to_log_probs, to_forward: [N] d loss / d log-probs and d loss / d forward KL, divided by the temperature. As
+            every argument, None for 0.
         entropy, reverse_kl: gradient and value of these outputs.
     """
     constants: list[Tensor] = []  # their sum is the coefficient `constant`
@@ -85,7 +86,7 @@ def backward_tiles(
         reader: reader that differentiates the tiles.
         heads, logsumexps, coefficients, grads: an entry for each head; a logsumexp is [N].
     """
-    trained = {
+    trained = {  # coefficients of the heads that need a gradient, by the head's index
         i: head_coefficients
         for i, (head_coefficients, grad) in enumerate(zip(coefficients, grads, strict=True))
         if head_coefficients is not None and grad.is_needed
@@ -104,7 +105,7 @@ def backward_tiles(
 
         for rows in blocks:
             logits = {i: heads[i].tile(rows) for i in heads_read}
-            gradients = {
+            gradients = {  # coefficients, and the memory that `differentiate` will fill
                 i: TileGradient(head_coefficients.at(rows), heads[i].gradient_tile(logits[i]))
                 for i, head_coefficients in trained.items()
             }

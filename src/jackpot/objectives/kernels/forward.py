@@ -25,7 +25,7 @@ from jackpot.objectives.kernels.topk import RunningTopK
 
 
 def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSums]:
-    """Add the sums of the next tile, of each head, to the sums of the tiles before it; [C] each."""
+    """Add each head's sums over the next tile (`added`) to its sums over the tiles before (`before`); [C] each."""
     maxima = [torch.maximum(old.row_max, new.row_max) for old, new in zip(before, added, strict=True)]
     return [
         TileSums(
@@ -41,19 +41,22 @@ def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSu
 
 
 def _combined(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """Combine two tensors; return None where one of them is None."""
+    """Return `combine(old, new)`, or None where one of the two tensors is None."""
     return None if old is None or new is None else combine(old, new)
 
 
 def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSums]:
-    """Express the sums of each head relative to a maximum that is at least as large as the head's own."""
-    shifts = [head_sums.row_max - row_max for head_sums, row_max in zip(sums, maxima, strict=True)]  # -d
+    """Convert each head's sums s, t and g, which are relative to the largest logit `row_max`, to the larger `maxima`.
+
+    The formulas are those at the top of the file; `maxima` are [C] of each head.
+    """
+    falls = [old.row_max - new_max for old, new_max in zip(sums, maxima, strict=True)]  # -d of each head, at most 0
     rescaled: list[TileSums] = []
-    for i, (head_sums, row_max, shift) in enumerate(zip(sums, maxima, shifts, strict=True)):
-        factor, sum_exp = shift.exp(), head_sums.sum_exp
-        moment = None if head_sums.moment is None else (head_sums.moment + sum_exp * shift) * factor
-        gap = None if head_sums.gap is None else (head_sums.gap + sum_exp * (shift - shifts[1 - i])) * factor
-        rescaled.append(head_sums._replace(row_max=row_max, sum_exp=sum_exp * factor, moment=moment, gap=gap))
+    for i, (old, new_max, fall) in enumerate(zip(sums, maxima, falls, strict=True)):
+        factor, old_sum_exp = fall.exp(), old.sum_exp
+        moment = None if old.moment is None else (old.moment + old_sum_exp * fall) * factor
+        gap = None if old.gap is None else (old.gap + old_sum_exp * (fall - falls[1 - i])) * factor
+        rescaled.append(old._replace(row_max=new_max, sum_exp=old_sum_exp * factor, moment=moment, gap=gap))
     return rescaled
 
 
@@ -90,7 +93,7 @@ class PositionBlock:
         self._z: Tensor | None = None  # [C] the exact Z of the tiles so far
 
     def update(self, columns: slice) -> None:
-        """Form the logits of this tile, whose tokens the heads have selected, and update every output from them."""
+        """Form the logits of the tokens `columns`, which the heads have selected, and update every output from them."""
         tiles = [head.tile(self._rows) for head in self._heads]
         sums = self._reader.read(tiles, self._num_top > 0, self._moments)
         logits = [tile.logits for tile in tiles]
@@ -101,7 +104,7 @@ class PositionBlock:
         self._sums = merged(self._sums, sums) if self._sums else sums
 
         is_whole = columns.stop - columns.start == len(self._heads[0].weight)
-        if self._lam is not None and is_whole:  # no second sweep: the logsumexps are known
+        if self._lam is not None and is_whole:  # the logsumexps are final, so that Z needs no second sweep
             finished = [tile._replace(is_raw=False) for tile in tiles]
             self._z = self._reader.common_mass(finished, self.logsumexps, self._lam)
 
@@ -110,12 +113,13 @@ class PositionBlock:
         width = columns.stop - columns.start
         wanted = self._wanted - columns.start if columns.start else self._wanted
         values = logits.gather(1, wanted.clamp(0, width - 1))
-        if i in self._picked:  # else the first tile: later tiles replace what this one gives at their ids
+        # The first tile also fills in ids outside of it, with any logit: the tiles that have them replace it later.
+        if i in self._picked:
             values = torch.where((wanted >= 0) & (wanted < width), values, self._picked[i])
         self._picked[i] = values
 
     def add_z(self, lam: float) -> None:
-        """Add the selected tokens' share of the exact Z. Call it in a second sweep, when both logsumexps are known."""
+        """Add this tile's share to the exact Z. Call it in a second sweep, when both logsumexps are final."""
         tiles = [head.tile(self._rows) for head in self._heads]
         z = self._reader.common_mass(tiles, self.logsumexps, lam)
         self._z = z if self._z is None else self._z + z
@@ -129,9 +133,10 @@ class PositionBlock:
         """Return the outputs of these positions with a gradient, and those without, as `autograd.tiled_heads` does."""
         values: list[Tensor] = []
         constants: list[Tensor] = []
-        logs = [sums.sum_exp.log() for sums in self._sums]
+        logs = [sums.sum_exp.log() for sums in self._sums]  # log s of each head, [C]
 
         def log_probs(i: int, logits: Tensor) -> Tensor:
+            """Normalize some logits of head i, [C, any]."""
             return (logits - self._sums[i].row_max[:, None]).sub_(logs[i][:, None])
 
         for i, (sums, top) in enumerate(zip(self._sums, self._tops, strict=True)):

@@ -24,7 +24,7 @@ from jackpot.objectives import obrs
 from jackpot.objectives.kernels.autograd import DEFAULT_OPTIONS, HeadOptions, tiled_heads
 from jackpot.objectives.kernels.tiles import Head, has_mixed_product
 
-_SORTED_AT_ONCE = 2**22  # logits of one model whose vocabulary is sorted at a time
+_SORTED_AT_ONCE = 2**22  # most logits of a model that `z_for_budget` sorts at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class HeadOutput:
 
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "HeadOutput":
-        """Name the outputs of `autograd.tiled_heads` for one head."""
+        """Build the output of one head from the two tuples that `autograd.tiled_heads` returns for it."""
         return cls(values[0], values[1] if len(values) > 1 else None, *constants)
 
 
@@ -49,8 +49,8 @@ class JointOutput:
 
     policy: HeadOutput
     rollout_model: HeadOutput
-    # Both KLs [N] have a gradient into the rollout model only, and are None where only log-probs are computed; SG marks
-    # what carries no gradient.
+    # Both KLs [N] have a gradient into the rollout model only, and are None where only log-probs are computed; SG is
+    # the stop-gradient.
     forward_kl: Tensor | None  # KL(SG(policy) || rollout_model)
     reverse_kl: Tensor | None  # KL(rollout_model || SG(policy))
     fill_ins: Tensor  # [N, K] the rollout model's log-probs at policy.top_ids; no gradient
@@ -58,7 +58,7 @@ class JointOutput:
 
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
-        """Name the outputs of `autograd.tiled_heads` for two heads."""
+        """Build the output of two heads from the two tuples that `autograd.tiled_heads` returns for them."""
         per_head = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
         forward_kl, reverse_kl = values[4:] if per_head == 2 else (None, None)
 
@@ -166,7 +166,7 @@ class CutLinear(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:
-        """Return a layer that shares the parameters of another layer."""
+        """Build a layer of this class that shares the weight and the bias of `layer`."""
         sharing = cls(layer.in_features, layer.out_features, bias=False, device="meta")
         sharing.weight, sharing.bias = layer.weight, layer.bias
         return sharing
@@ -192,7 +192,7 @@ class Fp32Linear(CutLinear):
 
     @classmethod
     def of(cls, layer: nn.Linear, rounded_to: torch.dtype | None = None) -> Self:
-        """Return a layer that shares the parameters of another layer.
+        """Build a layer of this class that shares the weight and the bias of `layer`.
 
         Args:
             rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not rounded.
@@ -300,7 +300,7 @@ class LinearHead(nn.Module):
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
-        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]
+        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]  # so that N may be 0
 
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
@@ -308,12 +308,13 @@ class LinearHead(nn.Module):
             output: HeadOutput | JointOutput = self(
                 hidden,
                 None if rollout_model_hidden is None else rollout_model_hidden[rows],
-                torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),
+                torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device),  # ids whose log-probs are not read
                 temperature=temperature,
-                num_top=vocabulary,  # sorts all
+                num_top=vocabulary,  # sorts the whole vocabulary
                 only_log_probs=True,
                 tile=(step, vocabulary),
             )
+            # Log-probs of all tokens under both models, in the order of the policy's.
             if isinstance(output, HeadOutput):
                 policy = rollout = output.top_log_probs
             else:
@@ -331,7 +332,7 @@ def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:
-    """Refuse tensors of which torch would compute numbers without a meaning."""
+    """Raise ValueError for heads and ids of different lengths, and for shards, which give meaningless numbers."""
     vocabularies = [len(head.weight) for head in heads]
     positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:
@@ -343,7 +344,7 @@ def _check(heads: Sequence[Head], ids: Tensor) -> None:
 
 
 def _check_range(head: Head, **named_ids: Tensor | None) -> None:
-    """Refuse ids outside of the vocabulary: on CUDA by an assertion that the device makes."""
+    """Raise ValueError for ids outside of the vocabulary; on CUDA, let the device assert instead, without waiting."""
     vocabulary = head.weight.shape[0]
     for name, ids in named_ids.items():
         if ids is None or not ids.numel() or ids.is_meta:

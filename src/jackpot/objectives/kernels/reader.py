@@ -31,14 +31,14 @@ MAX_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # most logits that are read at a time
 
 
 class TileSums(NamedTuple):
-    """The sums of one head over a tile; [C] each."""
+    """The sums of one head over the T tokens of a tile, [C] each; the module has the formulas of m, s, t and g."""
 
-    row_max: Tensor  # m
-    sum_exp: Tensor  # s
-    moment: Tensor | None  # t
+    row_max: Tensor  # m, the largest logit
+    sum_exp: Tensor  # s, the sum of e^(l - m)
+    moment: Tensor | None  # t, the sum of e^(l - m) (l - m), for the entropy; None where it is not needed
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
     gap: Tensor | None  # g of this head's distribution against the other's; None for one head
-    max_at_masked: Tensor | None  # largest logit at tokens that the other head masks; None where that masks none
+    max_at_masked: Tensor | None  # largest logit at tokens that the other head masks; None where it masks none
 
 
 class GradCoefficients(NamedTuple):
@@ -61,14 +61,17 @@ class GradCoefficients(NamedTuple):
 
 
 class TileGradient(NamedTuple):
-    """The coefficients of the gradient of a tile's products, and the memory that it is written to."""
+    """The coefficients of the gradient of one head's products W h in a tile, and the memory for this gradient."""
 
     coefficients: GradCoefficients  # [C] each
-    out: Tensor  # [C, T] in the dtype of the products, perhaps the memory of the logits
+    out: Tensor  # [C, T] in the dtype of the head's operands, perhaps the memory of the logits
 
 
 class TileReader(Protocol):
-    """The interface of what computes sums and gradients from tiles of logits; raw tiles are finished in place."""
+    """The interface of a class that computes sums and gradients from tiles of logits.
+
+    `read` turns the products of a raw tile into logits (`finish`), in the memory of the tile; other methods may do so.
+    """
 
     name: str
 
@@ -96,11 +99,11 @@ class TileReader(Protocol):
         gradients: Sequence[TileGradient | None],
         columns: Tensor,
     ) -> None:
-        """Write the gradients of a tile's products.
+        """Write the gradient of each head's products W h in a tile to `TileGradient.out`.
 
         Args:
             logsumexps: [C] each, over the whole vocabulary.
-            gradients: None for a head without gradient.
+            gradients: coefficients and memory of each head; None for a head without gradient.
             columns: [C] the sampled ids, counted from the tile's first token; they may lie outside of the tile.
         """
 
@@ -109,7 +112,7 @@ class TileReader(Protocol):
 
 
 def finish(logits: Tensor, bias: Tensor | None, soft_cap: float | None, temperature: float) -> Tensor:
-    """Add the bias to products W h, apply soft cap and temperature, and so return logits: [C, T]."""
+    """Compute logits from products W h, [C, T]: add the bias, apply the soft cap, divide by the temperature."""
     if bias is not None:
         logits = logits + bias
     if soft_cap is not None:
@@ -124,7 +127,7 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         may_mask: whether a logit of each head may be -inf.
     """
     sums: list[TileSums] = []
-    terms: list[tuple[Tensor, Tensor]] = []  # of each head, l - m and its exponential
+    terms: list[tuple[Tensor, Tensor]] = []  # for each head, l - m and e^(l - m), [C, T]
     for head_logits, masks in zip(logits, may_mask, strict=True):
         maxima = block_max(head_logits) if tops else None
         row_max = (head_logits if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
@@ -139,7 +142,8 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
     if len(logits) == 1 or not moments:
         return sums
 
-    # Of a pair: the gap of each head against the other, and its largest logit at tokens that the other masks.
+    # For a pair of heads: g of each head against the other, and each head's largest logit at tokens that the other head
+    # masks.
     (shifted_p, exps_p), (shifted_q, exps_q) = terms
     difference = shifted_p - shifted_q
     gaps = (difference * exps_p).sum(-1), -(difference * exps_q).sum(-1)
@@ -163,12 +167,12 @@ def tile_gradients(
     coefficients: Sequence[GradCoefficients | None],
     out: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Evaluate the formula of `GradCoefficients`, but for its first term, on logits [C, T].
+    """Evaluate the formula of `GradCoefficients`, without the term of the sampled id, on each head's logits [C, T].
 
     Args:
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
     """
-    log_probs: list[Tensor] = []
+    log_probs: list[Tensor] = []  # of each head, [C, T]; at least LOWEST, so that a product with the probability 0 is 0
     probs: list[Tensor] = []
     for head_logits, logsumexp, masks in zip(logits, logsumexps, may_mask, strict=True):
         shifted = head_logits - logsumexp[:, None]
@@ -181,6 +185,7 @@ def tile_gradients(
             gradients.append(None)
             continue
 
+        # p (constant + on_log log p - on_other_log log o) - on_other o, where p is of head i and o of head 1 - i.
         factor = terms.constant[:, None]
         if terms.on_log is not None:
             factor = log_probs[i] * terms.on_log[:, None] + factor
@@ -195,6 +200,7 @@ def tile_gradients(
 
 
 def _exp(values: Tensor) -> Tensor:
+    """Return e^values, by the faster exp2."""
     return torch.exp2(values * LOG2_E)
 
 
@@ -219,6 +225,7 @@ class TorchReader:
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
             chunk_results = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
+            # Write each column of sums that this chunk has to its rows in the columns of the whole tile.
             results = results or [_memory(sums, tiles[0]) for sums in chunk_results]
             for result, chunk_result in zip(results, chunk_results, strict=True):
                 for column, chunk_column in zip(result, chunk_result, strict=True):
@@ -242,35 +249,38 @@ class TorchReader:
     ) -> None:
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            # The derivative of the soft cap, 1 - (capped / soft_cap)^2, before gradients may overwrite the logits.
-            derivatives = [
+            # The derivative of each head's soft cap, 1 - (capped / soft_cap)^2; None without a cap or a gradient. It is
+            # computed first, because the gradients may overwrite the logits.
+            cap_derivatives = [
                 1.0 - torch.square(head_logits * (tile.temperature / tile.soft_cap))
-                if target and tile.soft_cap
+                if head_gradient and tile.soft_cap
                 else None
-                for head_logits, tile, target in zip(logits, tiles, gradients, strict=True)
+                for head_logits, tile, head_gradient in zip(logits, tiles, gradients, strict=True)
             ]
 
-            targets = [target and TileGradient(target.coefficients.at(rows), target.out[rows]) for target in gradients]
-            to_logits = tile_gradients(
+            # Coefficients and memory of these rows, of each head; None stays None. Where the memory has the dtype of
+            # the sums, the gradient of the logits is computed in it, else copied to it afterwards.
+            chunks = [head and TileGradient(head.coefficients.at(rows), head.out[rows]) for head in gradients]
+            logit_gradients = tile_gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
                 [tile.may_mask for tile in tiles],
-                [target and target.coefficients for target in targets],
-                [target.out if target and target.out.dtype == logsumexps[0].dtype else None for target in targets],
+                [chunk and chunk.coefficients for chunk in chunks],
+                [chunk.out if chunk and chunk.out.dtype == logsumexps[0].dtype else None for chunk in chunks],
             )
 
-            for target, gradient, derivative in zip(targets, to_logits, derivatives, strict=True):
-                if target is None or gradient is None:
+            for chunk, logit_gradient, cap_derivative in zip(chunks, logit_gradients, cap_derivatives, strict=True):
+                if chunk is None or logit_gradient is None:
                     continue
-                if target.coefficients.on_id is not None:
-                    _add_at(gradient, columns[rows], target.coefficients.on_id)
-                if derivative is not None:
-                    gradient *= derivative
-                if gradient is not target.out:
-                    target.out.copy_(gradient)
+                if chunk.coefficients.on_id is not None:
+                    _add_at(logit_gradient, columns[rows], chunk.coefficients.on_id)
+                if cap_derivative is not None:
+                    logit_gradient *= cap_derivative
+                if logit_gradient is not chunk.out:
+                    chunk.out.copy_(logit_gradient)
 
     def _chunks(self, tiles: Sequence[Tile]) -> list[slice]:
-        """Cut the positions of tiles into runs that are read at a time."""
+        """Cut the positions of tiles into slices of at most MAX_CHUNK logits, which are read one after the other."""
         c, t = tiles[0].logits.shape
         device_type = self._device_type or tiles[0].logits.device.type
         size = max(1, min(c, MAX_CHUNK["cuda" if device_type == "cuda" else "cpu"] // t))
@@ -281,7 +291,10 @@ EAGER = TorchReader()
 
 
 def _finished(tile: Tile, rows: slice) -> Tensor:
-    """Return the logits of some positions in the dtype of the sums; finish those of a raw tile, in the tile too."""
+    """Return a tile's logits at the positions `rows` in the dtype of the sums.
+
+    The products of a raw tile become logits first (`finish`), in the tile's memory.
+    """
     logits = tile.logits[rows]
     if tile.is_raw:
         return logits.copy_(finish(logits, tile.bias, tile.soft_cap, tile.temperature))
@@ -300,7 +313,10 @@ def _memory(chunk_sums: TileSums, tile: Tile) -> TileSums:
 
 
 def _add_at(gradient: Tensor, columns: Tensor, terms: Tensor) -> None:
-    """Add one of `terms` to each row of the gradient, in the row's column, if that column is inside the tile."""
+    """Add terms[i] to gradient[i, columns[i]] for each row i whose column is inside the tile.
+
+    Shapes: gradient [C, T], columns and terms [C].
+    """
     width = gradient.shape[1]
     terms_inside = torch.where((columns >= 0) & (columns < width), terms, 0.0)
     gradient.scatter_add_(1, columns.clamp(0, width - 1)[:, None], terms_inside[:, None])

@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 
 from jackpot.objectives.kernels.tiles import Head, operand_dtype, sum_dtype
 
-_GATHERED = 2**24  # elements of gathered rows at a time
+_GATHERED = 2**24  # most numbers of the weight's rows that are gathered at a time
 
 
 def support_log_probs(
@@ -22,7 +22,7 @@ def support_log_probs(
     """Compute log-probs under a head whose distribution is renormalized on the kept ids of each position.
 
     Args:
-        head: of N positions.
+        head: head over N positions.
         ids: [N] int64, the sampled ids; each belongs to the support, whether it is listed or not.
         support_ids: [N, G] int64, distinct within a position.
         is_kept: [N, G] bool, False for listed ids that are outside of the support.
@@ -31,6 +31,7 @@ def support_log_probs(
     Returns:
         log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without gradient, -inf where not kept.
     """
+    # The sampled id comes first; where the list names it too, it is masked there and must not count twice.
     is_sampled = support_ids == ids[:, None]
     columns = torch.cat((ids[:, None], support_ids), dim=1)
     in_support = torch.cat((torch.ones_like(ids[:, None], dtype=torch.bool), is_kept & ~is_sampled), dim=1)
@@ -51,8 +52,8 @@ def support_log_probs(
 class _Context(FunctionCtx):
     """The context that autograd passes to forward and backward, with the types that torch does not declare."""
 
-    dtype: torch.dtype  # of the products
-    operands: torch.dtype  # that hidden states and weight are rounded to
+    dtype: torch.dtype  # dtype of the products
+    operands: torch.dtype  # dtype to which hidden states and weight are rounded
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -77,6 +78,7 @@ class _RowProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden and weight, from the gradient of the products, [N, G]."""
         [gradient] = gradients
         columns, hidden, weight = ctx.saved_tensors
         dtype, operands = ctx.dtype, ctx.operands
@@ -96,6 +98,9 @@ class _RowProducts(torch.autograd.Function):
 
 
 def _chunks(columns: Tensor, width: int) -> list[slice]:
-    """Return ranges of positions whose gathered rows fit into `_GATHERED`."""
+    """Cut the N positions into slices whose gathered rows of the weight have at most `_GATHERED` numbers.
+
+    `columns` [N, G] names the rows that each position needs, of `width` numbers each.
+    """
     step = max(1, _GATHERED // max(1, columns.shape[1] * width))
     return [slice(start, start + step) for start in range(0, len(columns), step)]

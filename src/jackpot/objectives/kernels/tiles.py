@@ -72,7 +72,7 @@ KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their fir
 
 
 class HeadOperands:
-    """The hidden states and the weight of one head in the dtype of their products, which are tiles of logits."""
+    """The hidden states and the weight of one head, in the dtype in which they are multiplied to tiles of logits."""
 
     def __init__(
         self,
@@ -90,7 +90,8 @@ class HeadOperands:
             name: name of the head, which tells its memory in the workspace from the other head's.
             operand_dtype: dtype to which hidden states and weight are cast before they are multiplied.
             dtype: dtype of the logits and of all sums.
-            kept_tiles: dictionary to which every tile is added that is formed; None: no tile is kept.
+            kept_tiles: tiles that are returned instead of formed again, to which formed tiles are added; None: no tile
+                is kept.
         """
         hidden, self.weight, self.bias = tensors
         self.hidden = hidden.to(operand_dtype)
@@ -108,7 +109,7 @@ class HeadOperands:
         return self.bias is None and self._soft_cap is None and self._temperature == 1.0
 
     def select(self, columns: slice) -> None:
-        """Select the tokens whose tiles are formed from now on."""
+        """Select the tokens, a slice of the vocabulary, whose tiles of logits are formed from now on."""
         self._columns, self._loaded = columns, None
 
     @property
@@ -126,7 +127,7 @@ class HeadOperands:
         return self._workspace.take(f"{self._name} {name}", shape, self.dtype if dtype is None else dtype)
 
     def tile(self, rows: slice) -> Tile:
-        """Form the logits of these positions and the selected tokens, or return those that forward kept."""
+        """Form the logits of the positions `rows` and the selected tokens, or return the logits that forward kept."""
         key = rows.start, self._columns.start
         known_logits = None if self._kept_tiles is None else self._kept_tiles.get(key)
         logits = self._products(rows) if known_logits is None else known_logits
@@ -177,7 +178,7 @@ class HeadOperands:
     def accumulate_grad(self, rows: slice, grad: Tensor, grads: "HeadGrads") -> None:
         """Add a tile's share to the head's gradients: d bias += sum grad, d hidden += grad W, d weight += grad^T h.
 
-        `grad` [C, T] is the gradient of W h + b, before soft cap and temperature, in the dtype of the products.
+        `grad` [C, T] is the gradient of W h + b, before soft cap and temperature, in the dtype of the operands.
         """
         if grads.bias is not None:
             grads.bias[self._columns] += grad.sum(0, dtype=self.dtype)
@@ -220,7 +221,7 @@ class HeadGrads:
         return any(total is not None for total in (self.hidden, self.weight, self.bias))
 
     def begin_tile(self, columns: slice) -> None:
-        """Zero the tile of the weight's gradient for these tokens."""
+        """Begin the sum of the weight's gradient for the tokens `columns`, [T, H], at 0."""
         if self.weight is None:
             return
         rows = self.weight[columns]
@@ -229,7 +230,10 @@ class HeadGrads:
         self.tile = rows.zero_()
 
     def end_tile(self, columns: slice) -> None:
-        """Round the tile into the weight's gradient; every position has added to it."""
+        """Round the sum of a tile, to which every position has added, to the dtype of the weight's gradient.
+
+        Where both dtypes are equal, the sum was made in the weight's gradient itself.
+        """
         if self.weight is not None and self.tile is not None and self.tile.dtype != self.weight.dtype:
             self.weight[columns] = self.tile
 

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-BLOCK = 64  # numbers
-_BLOCKS_PER_K = 3  # in a row of fewer than so many times K blocks one level is faster than two (measured on CPU)
+BLOCK = 64  # numbers in a block
+_BLOCKS_PER_K = 3  # a row of fewer than _BLOCKS_PER_K * K blocks is faster in one level than in two (measured on CPU)
 
 
 def block_max(values: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def block_max(values: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """View the whole blocks as [N, V // BLOCK, BLOCK], without the columns after the last whole one."""
+    """View rows [N, V] as whole blocks, [N, V // BLOCK, BLOCK], without the columns after the last whole block."""
     whole = values.shape[1] // BLOCK
     return values[:, : whole * BLOCK].unflatten(1, (whole, BLOCK))
 
@@ -69,7 +69,10 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _ids(blocks: Tensor, columns: Tensor) -> Tensor:
-    """Return the ids of the numbers in some columns of the candidates, [N, k]."""
+    """Convert columns of the candidates, [N, k], to ids: the columns of `values` that the candidates were taken from.
+
+    `blocks` [N, ceil(M / BLOCK)] are the candidates' blocks, from `_candidates`.
+    """
     return blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
 
 
@@ -110,7 +113,7 @@ class RunningTopK:
 
         # The largest numbers of this piece, or the blocks that hold them, in any order.
         if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
-            candidates, blocks = _candidates(values, self._k, maxima)  # the merge sorts them
+            candidates, blocks = _candidates(values, self._k, maxima)  # the merge below sorts the candidates
             ids_at = partial(_ids, blocks)
         else:
             candidates, ids = top_k(values, min(self._k, values.shape[1]), maxima)
@@ -122,7 +125,7 @@ class RunningTopK:
         is_old, old_columns = order < width, order.clamp(max=width - 1)
         ids = ids_at((order - width).clamp(min=0))
 
-        # Ids and further numbers, each from the former columns or from this piece.
+        # Take ids and companions of each of the largest, from the columns before or from this piece.
         new_columns = [ids + start, *(companion.gather(1, ids) for companion in companions)]
         pairs = zip(self._columns[1:], new_columns, strict=True)
         self._columns = [largest, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]

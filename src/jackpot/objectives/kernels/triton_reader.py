@@ -31,7 +31,7 @@ def _logits(
     start: tl.tensor, bias: tl.tensor, columns: tl.tensor, mask: tl.tensor, soft_cap: float, temperature: float,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load logits and finish them; -inf where `mask` is False."""
+    """Load some logits of a row, finish them if they are raw, and return float32; -inf where `mask` is False."""
     logits = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
     if RAW:
         if BIAS:
@@ -44,7 +44,7 @@ def _logits(
 
 @triton.jit
 def _finished(start: tl.tensor, columns: tl.tensor, T: int) -> tl.tensor:
-    """Load finished logits of a row of T; -inf beyond its end."""
+    """Load logits of a row of T tokens that are finished already, in float32; -inf beyond the end of the row."""
     return tl.load(start + columns, mask=columns < T, other=float("-inf")).to(tl.float32)
 
 
@@ -54,7 +54,7 @@ def _finish(
     begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load WIDTH logits of a row and finish them. Write raw ones back, and the largest of each block to `maxima`."""
+    """Load WIDTH logits of a row and finish them. Store logits that were raw, and the largest of each block."""
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
     logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
@@ -72,7 +72,7 @@ def _store_sums(
     sums: tl.tensor, C: int, row_max: tl.tensor, sum_exp: tl.tensor, moment: tl.tensor, gap: tl.tensor,
     masked: tl.tensor, PAIR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the numbers of one position and head, C apart; the last two are those of a pair."""
+    """Write the sums of one position and one head to `sums`, C numbers apart; the last two only for a pair of heads."""
     tl.store(sums, row_max)
     tl.store(sums + C, tl.sum(sum_exp, axis=0))
     tl.store(sums + 2 * C, tl.sum(moment, axis=0))
@@ -172,7 +172,7 @@ def _gradient(
     log_probs: tl.tensor, other_log_probs: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Evaluate the formula of `GradCoefficients`."""
+    """Evaluate the formula of `GradCoefficients`, times the derivative of a soft cap: the gradient of the products."""
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
     on_log = tl.load(coefficients + 2 * C + row)
@@ -195,7 +195,10 @@ def _differentiate(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr,
     TRAINS_P: tl.constexpr, TRAINS_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of both heads' products; `coefficients` [2, 5, C]. Loads come before stores."""
+    """Write the gradients of both heads' products; `coefficients` [2, 5, C].
+
+    All loads come before the stores, since a gradient may take the memory of the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < T
@@ -234,6 +237,7 @@ class TritonReader(TileReader):
         sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)
         maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
 
+        # A single tile takes the place of the second one too.
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TOPS": tops, "MOMENTS": moments}
         _launch(_read, (c,), *arguments, maxima[0], maxima[-1], sums, c, t, num_blocks, **flags, WIDTH=_width(t))
@@ -275,7 +279,7 @@ class TritonReader(TileReader):
             return EAGER.differentiate(tiles, logsumexps, gradients, columns)
 
         c, t = logits.shape
-        coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)
+        coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)  # fields of `GradCoefficients`, 0 for None
         for i, target in enumerate(gradients):
             for j, column in enumerate(target.coefficients if target else ()):
                 if column is not None:
@@ -295,7 +299,10 @@ TRITON = TritonReader()
 def _launch(
     kernel: triton.JITFunction[Any], grid: tuple[int, ...], *arguments: Tensor | float, **constants: int
 ) -> None:
-    """Run the programs of a grid; a kernel's annotations say what its body reads, not what it is given here."""
+    """Run a kernel's programs, one for each point of `grid`; none for an empty grid.
+
+    The kernel's annotations are the types in its body; a tensor that is passed here is a pointer there.
+    """
     if grid[0]:
         kernel[grid](*arguments, **constants)
 

@@ -115,7 +115,8 @@ class Checkpoints:
         partial = folder.with_name(folder.name + PARTIAL)
 
         try:
-            if not folder.exists():  # else the checkpoint is complete, and only what comes after the rename failed
+            # A folder that exists is complete: an earlier attempt failed after the rename.
+            if not folder.exists():
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = learner.save(partial, roles)
@@ -151,6 +152,7 @@ class Checkpoints:
             except CorruptCheckpoint as error:
                 corrupt.append(error)
 
+        # A run with corrupt checkpoints alone does not begin anew in silence.
         damage = [*map(str, corrupt), *(f"{path}, set aside" for path in self._folder.glob(f"step-*{_CORRUPT}*"))]
         if damage:
             listed = "\n  ".join(damage)
@@ -203,7 +205,7 @@ class Checkpoints:
         return None
 
     def prune(self) -> None:
-        """Remove checkpoints that are neither new nor best, then what `remove_unfinished` does."""
+        """Remove all checkpoints but the `keep` newest and the best, and do what `remove_unfinished` does."""
         best = self._folder / "best"
         names = {path.name for path in self._steps()[-self._keep :]}
         if best.is_symlink():
@@ -220,6 +222,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def _step(self, iteration: float) -> Path:
+        """Return the folder of an iteration's checkpoint."""
         return self._folder / f"step-{int(iteration)}"
 
     def _steps(self) -> list[Path]:
@@ -228,6 +231,7 @@ class Checkpoints:
         return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")))
 
     def _link(self, name: str, target: Path) -> None:
+        """Let the link `name` lead to the checkpoint `target`; a kill leaves the old link or the new one."""
         link, new_link = self._folder / name, self._folder / f".{name}"
         if link.is_symlink() and link.readlink().name == target.name:
             return  # the link is right, and writing it again could fail on a full disk
@@ -293,6 +297,7 @@ class Checkpointer:
 
     @property
     def _is_best(self) -> bool:
+        """Tell whether the policy was evaluated in this iteration and is better than that of every checkpoint."""
         return self._value is not None and (self._best is None or self._value > self._best["accuracy"])
 
     def _save(self, iteration: int, state: dict[str, Any]) -> CheckpointError | None:
@@ -322,6 +327,7 @@ class Checkpointer:
     def _try(
         self, iteration: int, roles: Sequence[Role], state: dict[str, Any], is_best: bool
     ) -> CheckpointError | None:
+        """Write a checkpoint; return the error where it cannot be written, else None."""
         learner, tokenizer = self._components.learner, self._components.tokenizer
         try:
             self._checkpoints.save(iteration, learner, roles, tokenizer, state, is_best)
@@ -372,6 +378,11 @@ def resolve_model_path(model: str) -> str:
 
 
 def _write_checksums(folder: Path, written: Mapping[str, Any]) -> None:
+    """Write checksums.json, with size and SHA-256 of every file of a checkpoint.
+
+    Args:
+        written: the checksums that are known already, by the file's path in `folder`.
+    """
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     checksums = {name: written.get(name) or checksum(folder / name) for name in sorted(names | written.keys())}
     (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """The file environment.json, which records program, packages and machine of each start of a run, and its threads.
 
-A start that differs from the one before can so be reported, and a continued run keeps its number of threads.
+From the file a start reports what differs from the start before, and a continued run keeps its number of threads.
 """
 
 import json
@@ -18,7 +18,7 @@ from jackpot.core.foreign import parse_json, read_foreign
 from jackpot.core.package import version
 from jackpot.core.process_rank import process_rank
 
-FORMAT = 2  # version of the run folder's format, raised when older programs could not continue a newer folder
+FORMAT = 2  # version of the run folder's format; a format that older programs cannot continue gets a higher version
 
 
 class Environment:
@@ -92,6 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, Any]:
+    """Return the versions of program and packages, and the machine, of this process."""
     import torch
     import transformers
 

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Tell whether `jackpot eval` wrote a folder: its config.yaml has the settings of an evaluation, not of a run."""
+    """Tell whether `jackpot eval` wrote a folder, whose config.yaml then has the settings of an evaluation."""
     path = folder / "config.yaml"
     return path.is_file() and b"\nasked:" in read_foreign(path)
 
@@ -93,10 +93,10 @@ Measure = Literal["accuracy", "reward"]
 
 
 def measure_of(values: Mapping[str, Any]) -> Measure | None:
-    """Return by what an evaluation ranks models: accuracy, or mean reward where the task has no verdict.
+    """Return the measure by which an evaluation ranks models: the accuracy or, for a task without verdicts, the reward.
 
     Args:
-        values: metrics of an iteration by name. Without an evaluation among them, None is returned.
+        values: metrics of an iteration by name; without those of an evaluation, None is returned.
     """
     return next((name for name in get_args(Measure) if values.get(f"eval/policy_{name}") is not None), None)
 
@@ -173,6 +173,11 @@ class RunFolder:
             self._check_checkpoints(before, finished)
 
     def _check_settings(self, before: Config, config: Config, finished: int) -> None:
+        """Refuse settings that differ from the run's (`before`) where they may not change, and list them.
+
+        Args:
+            finished: number of finished iterations, below which `iterations` may not go.
+        """
         refused = [str(change) for change in fixed_changes(Config, settings_of(before), settings_of(config))]
         if before.iterations != config.iterations:
             change = str(Change("iterations", before.iterations, config.iterations))
@@ -190,9 +195,9 @@ class RunFolder:
     def _check_checkpoints(self, before: Config, finished: int) -> None:
         """Refuse a run with finished iterations and no checkpoint, unless no checkpoint was ever written.
 
-        None was written if a kill came before the first was due, or if all that were due failed. A checkpoint that
-        failed is tried again an iteration later, so that then as many failed as iterations followed. A missing folder
-        of checkpoints was removed, since `start` makes it.
+        No checkpoint was written if a kill came before the first one was due, or if every attempt failed. A failed
+        checkpoint is tried again an iteration later, so that since the first was due there are as many failures as
+        iterations. A folder of checkpoints that is missing was removed by someone, since `start` makes it.
         """
         lines = self.read("metrics.jsonl")
         # A checkpoint is due at the first evaluation in training too, because its policy is the best so far.
@@ -238,6 +243,7 @@ class RunFolder:
                 )
             self.rewind(iteration)
 
+            # A continued run keeps its threads, unless this start asks for another number than the run began with.
             environment = Environment(self.path)
             if before and before.threads == config.threads:
                 threads = environment.threads or threads
@@ -255,6 +261,7 @@ class RunFolder:
             texts = {name: f"{name} {old} -> {new}" for name, (old, new) in differences.items()}
             self.warn(iteration, {"event": "environment_changed"} | texts)
 
+        # A new run fails without its tracker; a continued run goes on and counts the failure.
         if config.tracking.wandb:
             try:
                 lines = self.read("metrics.jsonl")
@@ -286,6 +293,7 @@ class RunFolder:
             for name in ("metrics.jsonl", "events.jsonl"):
                 self._cut(name, iteration)
 
+            # Files of later iterations move away; half-written files (the third group of the pattern) are removed.
             later = []
             for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
                 written = re.fullmatch(rf"iteration-(\d+)(\.parquet|-.+\.jsonl)({re.escape(PARTIAL)})?", path.name)
@@ -306,6 +314,7 @@ class RunFolder:
         """Keep the complete lines of a file up to `iteration`; the others go to superseded/ first."""
 
         def stays(text: bytes) -> bool:
+            """Tell whether a line is complete and of an iteration up to `iteration`."""
             return (line := _parsed(text)) is not None and line["iteration"] <= iteration
 
         path = self.path / name
@@ -317,6 +326,7 @@ class RunFolder:
         if torn := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
             _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
 
+        # Where only the end of the file goes, it is cut off in place; else the file is written anew.
         write_whole(self._superseded / name, b"".join(text for text in texts if not stays(text)))
         if staying == texts[: len(staying)]:
             os.truncate(path, sum(map(len, staying)))
@@ -436,6 +446,7 @@ class RunFolder:
         write_whole(path, text.encode())
 
     def _is_in_place(self) -> bool:
+        """Tell whether the folder's .lock is still the file that this process has locked."""
         try:
             path = (self.path / ".lock").stat()
             return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), path)
@@ -443,6 +454,7 @@ class RunFolder:
             return self._lock is None
 
     def _append(self, name: str, record: bytes) -> None:
+        """Append a record to a file of the folder; on a full disk keep it in memory, and warn the first time."""
         if not self._is_in_place():
             return  # the folder may belong to another run; `check_in_place` ends this one
         file = self._appended.setdefault(name, AppendedFile(self.path / name))
@@ -455,10 +467,12 @@ class RunFolder:
 
 
 def _json_line(line: Mapping[str, Any]) -> bytes:
+    """Return a line of a .jsonl file as bytes."""
     return json.dumps(line, allow_nan=False).encode() + b"\n"
 
 
 def _lines(path: Path) -> list[bytes]:
+    """Read the lines of a file, with their line ends; none where there is no file."""
     if not path.exists():
         return []
     try:

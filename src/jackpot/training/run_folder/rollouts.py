@@ -54,6 +54,7 @@ def _table(
     traces: Mapping[str, Mapping[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> pa.Table:
+    """Return saved rollouts as a table, with a row for each response."""
     rollouts = [item.rollout for item in samples]
     tokens = [tokenizer.convert_ids_to_tokens(rollout.token_ids.tolist()) for rollout in rollouts]
     verdicts = [item.score.correct for item in samples]
@@ -98,7 +99,7 @@ def _lists(rows: Sequence[Tensor]) -> pa.Array:
 
 
 def _split(values: pa.Array, lengths: Sequence[int]) -> pa.Array:
-    """Split values into a column of lists with these lengths."""
+    """Cut a column of values into a column of lists: the first `lengths[0]` values, the next `lengths[1]`, ..."""
     ends = np.cumsum([0, *lengths], dtype=np.int64)
     return pa.ListArray.from_arrays(_numbers(ends).cast(pa.int32()), values)
 
@@ -111,7 +112,7 @@ def _numbers(values: np.ndarray, exist: Sequence[bool] | None = None) -> pa.Arra
 
 
 def _strings(values: Sequence[str | None]) -> pa.Array:
-    """Return texts as a column."""
+    """Return texts as a column of strings, with null for None."""
     texts = [(value or "").encode() for value in values]
     ends = pa.py_buffer(np.cumsum([0, *map(len, texts)], dtype=np.int64))
     buffers = [_bits([value is not None for value in values]), ends, pa.py_buffer(b"".join(texts))]
@@ -119,4 +120,5 @@ def _strings(values: Sequence[str | None]) -> pa.Array:
 
 
 def _bits(flags: Sequence[bool] | np.ndarray) -> pa.Buffer:
+    """Pack bools into the bits of bytes, the lowest bit first, as Arrow stores them."""
     return pa.py_buffer(np.packbits(np.array(flags, dtype=bool), bitorder="little"))

@@ -105,6 +105,7 @@ def thin_rollouts(folder: Path, keep: int) -> None:
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:
         iterations = sorted(files)
+        # The gap that the removal of each file but the first and the newest would leave, in iterations.
         neighbours = zip(iterations, iterations[1:], iterations[2:], strict=False)
         gaps = {iteration: after - before for before, iteration, after in neighbours}
         if keep > 2 and (best := best_rollouts(folder.parent, iterations)) is not None:
@@ -124,4 +125,5 @@ def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
 
 
 def _why(path: Path, why: object) -> str:
+    """Return a sentence that says which file cannot be read, and the first line of the reason."""
     return f"{path.parent.parent.name}/rollouts/{path.name} cannot be read and is left out: {str(why).splitlines()[0]}"
