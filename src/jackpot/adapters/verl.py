@@ -49,22 +49,23 @@ __all__ = [
     "z_request",
 ]
 
-Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns of a batch, as docs/verl.patch has them
+Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns of a batch, named as in docs/verl.patch
 _LAM = "jackpot_lam"  # key of lam in a batch for workers that are to estimate Z
 _LISTS = "jackpot_top"  # key of the top-k lists in the extra fields of an answer: ids and log-probs, [K, 2], by token
 _CHUNK = 1024  # positions whose logits are copied at a time
+# Metrics of a correction that are logged only where the batch has Z.
 _OF_Z = ("obrs/z", "obrs/z_bound_width", "obrs/acceptance_minus_z", "obrs/kappa")
-_TOLERANCE = 1e-3  # nats, between two log-probs of one token by one engine
+_TOLERANCE = 1e-3  # nats by which two log-probs that one engine reports for one token may differ
 _PREFIX = "jackpot:"
 _verl_correction = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
 _THRESHOLD = signature(_verl_correction).parameters["rollout_is_threshold"].default
-_Z_NEEDS = {  # verl's settings, and the values with which an engine's lists reach the policy's logits
+_Z_NEEDS = {  # verl's settings, and the values with which top-k lists reach the policy's logits
     "actor_rollout_ref.rollout.name": ("vllm",),
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
     "actor_rollout_ref.model.use_fused_kernels": (None, False),
     "distillation.enabled": (None, False),  # a teacher's lists are carried in the same columns
 }
-_REFUSED = {  # by what a correction reads, or its name: why verl lacks that
+_REFUSED = {  # why a correction cannot be used, by its name or by an input that it reads
     "advantages": "reads advantages, which verl computes after its rollout correction; use one that does not, such as "
     "tis or icepop",
     "ppo_is": "takes PPO's ratio from the rollout log-probs, which is verl's algorithm.rollout_correction.bypass_mode",
@@ -84,8 +85,9 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """Compute what verl's function of this name returns, by a correction of ours where `rollout_is` names one.
 
-    The weights are ours times the acceptance mask, so a token that the correction rejects stays in verl's denominators.
-    Tokens that `rollout_rs` rejects leave them, as in verl. A token whose log-probs are not finite has the weight 0.
+    The weights are ours times the acceptance mask, so verl still counts a token that the correction rejects in the
+    denominator of its loss. A token that `rollout_rs` rejects is not counted, as in verl. A token whose log-probs are
+    not finite has the weight 0.
 
     Args:
         old_log_prob: [B, T] of the policy: before the update, or the current one with `bypass_mode`.
@@ -149,6 +151,8 @@ def _measured(
     """Measure the mismatch of all usable tokens and of those that count in the loss, and the correction's effect.
 
     Args:
+        old, rollout: [B, T] log-probs of the policy and of the engine.
+        mask, usable: [B, T] bool, the sampled tokens, and those of them with finite log-probs and a finite Z.
         remaining: [B, T] bool, the usable tokens that `rollout_rs` does not reject.
         weights: [B, T], 0 where the correction rejects.
         accepted: [B, T], 1 where the correction accepts, or the acceptance with an expected mask.
@@ -214,8 +218,8 @@ def _corrected(
 ) -> Corrected:
     """Apply a correction of ours to the tokens of a mask; other tokens may have log-probs that are not finite.
 
-    The arguments are not checked for swapped or shifted models: verl has aligned them, and the tokens that a rejection
-    leaves are no sample of the engine, as the check needs.
+    Nothing checks whether the log-probs are swapped or shifted by a token: verl has aligned them, and the check is for
+    all tokens that an engine sampled, not for those that a rejection has left.
     """
     rollout = torch.where(mask, rollout.detach(), 0.0)
     old = torch.where(mask, old.detach(), 0.0)
@@ -240,7 +244,7 @@ def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
 
 
 def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Append the lists of a later answer in a response to the lists of the answers before it.
+    """Append the top-k lists of a later answer of vLLM to those of the earlier answers in the same response.
 
     Args:
         fields: extra fields of the answers before; changed in place.
@@ -251,7 +255,7 @@ def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
 
 
 def align_top_lists(output: Any, validate: bool) -> None:
-    """Put an agent loop's lists where verl carries a teacher's: in the row of the token before the sampled one.
+    """Put an agent loop's top-k lists where verl carries a teacher's: each in the row before that of its sampled token.
 
     All other rows are empty, with log-probs of -inf. The lists of a validation are dropped.
 

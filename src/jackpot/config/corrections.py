@@ -295,7 +295,7 @@ class CustomCorrection(TargetCorrection):
     """Settings: arguments of the function that are no tensors, or those that the class is constructed with."""
 
 
-WITH_PROXIMAL = {  # names in papers for one of our corrections at another proximal point
+WITH_PROXIMAL = {  # names in papers, and the settings that we have for them: a correction at another proximal point
     "ppo_is": {"name": "none", "proximal": "rollout"},
     "tis_adjusted": {"name": "tis", "proximal": "new"},
 }

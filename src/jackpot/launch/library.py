@@ -69,11 +69,11 @@ class SavedRun:
 def train_config(
     config: Config, folder: Path, on_metrics: OnMetrics, on_start: Callable[[int], None] = lambda iteration: None
 ) -> bool:
-    """Train in this process, as rank 0 of the ranks that torchrun started, or have Ray place the run.
+    """Train a run in this process, alone or as rank 0 of torchrun's ranks; or have Ray place it (`launcher: ray`).
 
     Args:
         folder: the run folder.
-        on_metrics, on_start: as of `train_run`; where Ray places the run, `on_start` is called at its end.
+        on_metrics, on_start: as in `train_run`; where Ray places the run, `on_start` is called at its end.
 
     Returns:
         As `train_run`.

@@ -86,7 +86,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
             checkpoints.set_aside(damage.folder)
 
         trainer = Trainer(components, folder, newest.state if newest else None, on_metrics)
-        undo.pop_all()  # the trainer closes them from here on
+        undo.pop_all()  # from here on, closing the trainer closes folder and components
     return trainer
 
 
