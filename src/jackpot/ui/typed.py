@@ -1,4 +1,4 @@
-"""Makes commands of functions, and words the errors for mistyped commands, options and settings."""
+"""Turns functions into commands of `jackpot`, and explains mistyped commands, options and settings."""
 
 import functools
 import sys
@@ -69,6 +69,7 @@ class Command(TyperCommand):
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
+    """Return each name that occurs more than once."""
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
@@ -108,7 +109,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
             for config in configs:
                 paths |= config.model_paths()
 
-    if candidates := options.get("rollout_model"):
+    if candidates := options.get("rollout_model"):  # they stand in for the recipe's own rollout model
         paths = {"policy": paths["policy"], **{f"--rollout-model {path}": path for path in candidates}}
     if paths:
         hub.check_found(paths, needs_files)
@@ -122,6 +123,7 @@ class Commands(TyperGroup):
     """The group of all commands, which answers an unknown name with the nearest one and a list of all."""
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        """Return the command of a name; raise ConfigError with the nearest name if there is none."""
         command = super().get_command(ctx, cmd_name)
         if command is None and not ctx.resilient_parsing:
             raise ConfigError(unknown_name("command", cmd_name, self.list_commands(ctx)))

@@ -132,7 +132,8 @@ def _show_dry_run(
     needs = _plan(console, config, planned, folder, ranks)
 
     words = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *overrides]))
-    commands = {f"jackpot train {words} --tiny": "try it here with small models"}  # not in --run, the full run's
+    # The trial does not get --run, which names the folder of the full run.
+    commands = {f"jackpot train {words} --tiny": "try it here with small models"}
     commands |= dict.fromkeys(starting.downloads(config), "first, once: what is on the hub alone")
     if process.size == process.local_size:  # on several machines, the same command without --dry-run trains
         commands |= _training_commands(console, config, typed, ranks, needs, required)
@@ -210,6 +211,7 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
     """Train a run, with its progress on the screen, and print the result."""
 
     def begin(iteration: int) -> None:
+        """Say so if the run in the folder was finished before."""
         if iteration == config.iterations:
             print_line(
                 console,

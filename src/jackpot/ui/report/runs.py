@@ -16,9 +16,9 @@ from jackpot.config.config import Config
 from jackpot.core.errors import DataError
 from jackpot.training.run_folder.folder import RunFolder, is_evaluation, run_config
 
-_NOT_OF_THE_ARM = ("seed", "threads", "description")
+_NOT_OF_THE_ARM = ("seed", "threads", "description")  # settings in which the runs of an arm may differ
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+")
-_MISSING = "(none)"
+_MISSING = "(none)"  # text for a setting that a run does not have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +80,7 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def _has_config(folder: Path) -> bool:
+    """Return whether a folder is that of a run or an evaluation."""
     return (folder / "config.yaml").is_file()
 
 
@@ -147,12 +148,13 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
 
 
 def _common_name(group: Sequence[Run]) -> str:
+    """Return the name of an arm's first run without the seed; if nothing is left, that of the folder above."""
     names = list(dict.fromkeys(_SEED.sub("", run.name).strip("-_./") for run in group))
     return names[0] or group[0].folder.parent.name or "run"
 
 
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return a distinct name for each arm: that of its folders, with settings that differ or a number if need be."""
+    """Return a distinct name for each arm: that of its folders, and where arms share it, settings that differ."""
     folder_names = [_common_name(group) for group in groups]
     names = list(folder_names)
     for name in dict.fromkeys(folder_names):
@@ -161,8 +163,10 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
             settings_by_key = list(differing([groups[index] for index in indices]).items())[:3]
             for column, index in enumerate(indices):
                 names[index] = f"{name} ({', '.join(f'{key}={values[column]}' for key, values in settings_by_key)})"
+    # Names that are still equal get a number.
     return [name if names.index(name) == index else f"{name} #{index + 1}" for index, name in enumerate(names)]
 
 
 def _text(value: Any) -> str:
+    """Return the value of a setting as text."""
     return value if isinstance(value, str) else json.dumps(value)
