@@ -163,13 +163,13 @@ def correct(
     Args:
         correction: a name such as "obrs", "tis" or "icepop" (docs/corrections.md); or your own correction, as
             `make_correction` takes or returns it.
-        rollout_log_probs: [B, T] nats, of the sampled tokens as the engine that sampled them computed them.
-        target_log_probs: [B, T] nats, of the policy: before the update (`old_log_probs`) or now.
+        rollout_log_probs: [B, T] nats, log-probs of the sampled tokens that the sampling engine computed.
+        target_log_probs: [B, T] nats, log-probs of the policy: before the update (`old_log_probs`) or now.
         response_mask: [B, T] bool, True where a token was sampled; other entries of the tensors are ignored.
         z: [B, T] in [0, min(1, 1 / lam)], Z of every position (`estimate_z`, or `obrs.exact_z`) at the same lam; read
             by obrs and its parts, and by dppo with `divergence="topk"`.
         advantages: [B, T]; read by the corrections that look at their sign: prefix, f_tis, dppo.
-        proximal_log_probs: [B, T] nats, of the point that PPO's ratio is taken from; None: `target_log_probs`.
+        proximal_log_probs: [B, T] nats, log-probs that PPO's ratio is taken from; None: `target_log_probs`.
         uniforms: [B, T] in [0, 1), the random numbers that decide which tokens are rejected; None: drawn from `seed`.
         seed: seed of the drawn uniforms. These are a function of the seed, a response's `rollout_log_probs` and the
             position, and so the same on all devices and ranks, in any batch and in every epoch.

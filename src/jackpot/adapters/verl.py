@@ -1,8 +1,8 @@
 """Our corrections in verl's rollout correction: a module for VERL_USE_EXTERNAL_MODULES (docs/frameworks.md).
 
 verl 0.8.0 to 0.9.1 computes the weights and the rejection mask of a batch in one function. Importing this module
-replaces that function in verl, so that `rollout_is: jackpot:NAME:SETTING=VALUE:...` names a correction of ours. What a
-correction does, verl's own too, is measured before and after masking.
+replaces that function in verl, so that `rollout_is: jackpot:NAME:SETTING=VALUE:...` names a correction of ours. The
+effect of a correction, also of verl's own, is measured before and after masking.
 
 Corrections that read Z need the sampler's top-k lists beside the policy's logits. With docs/verl.patch, verl carries
 the lists as it carries a teacher's, and calls the functions below: `top_lists` and `join_top_lists` for vLLM's answers,
@@ -90,11 +90,11 @@ def compute_rollout_correction_and_rejection_mask(
     not finite has the weight 0.
 
     Args:
-        old_log_prob: [B, T] of the policy: before the update, or the current one with `bypass_mode`.
-        rollout_log_prob: [B, T] of the engine that sampled.
+        old_log_prob: [B, T] log-probs of the policy: before the update, or the current one with `bypass_mode`.
+        rollout_log_prob: [B, T] log-probs of the engine that sampled.
         response_mask: [B, T], 1 where a token was sampled.
         rollout_is: "token", "sequence" or None of verl, or "jackpot:NAME" with settings, as "jackpot:tis:cap=5".
-        rollout_is_threshold, rollout_is_batch_normalize: of verl's own weights.
+        rollout_is_threshold, rollout_is_batch_normalize: settings of verl's own weights.
         options: `rollout_rs` and its threshold; with docs/verl.patch the columns of Z, [B, T] each, by `Z_FIELDS`.
 
     Returns:
@@ -155,7 +155,7 @@ def _measured(
         mask, usable: [B, T] bool, the sampled tokens, and those of them with finite log-probs and a finite Z.
         remaining: [B, T] bool, the usable tokens that `rollout_rs` does not reject.
         weights: [B, T], 0 where the correction rejects.
-        accepted: [B, T], 1 where the correction accepts, or the acceptance with an expected mask.
+        accepted: [B, T], 1 where the correction accepts, or the acceptance probability with an expected mask.
     """
     uncorrected = make_correction("none")
     before = _corrected(uncorrected, old, rollout, usable).metrics
@@ -207,6 +207,7 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
 
 
 def _number_or_text(text: str) -> float | str:
+    """Return a setting's value as a number, if it is one."""
     try:
         return float(text)
     except ValueError:
@@ -301,7 +302,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
 
 
 def z_request(config: DictConfig) -> dict[str, float]:
-    """Return what a trainer adds to a batch so that workers estimate Z; empty if the correction does not read Z.
+    """Return the entries of a batch by which a trainer has workers estimate Z; empty if the correction reads no Z.
 
     Args:
         config: verl's settings.
@@ -334,7 +335,7 @@ def z_names(columns: Any) -> list[str]:
 
 
 def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) -> Any:
-    """Estimate Z of every token, called by verl's engine as it calls the loss of top-k distillation.
+    """Estimate Z of every token; verl's engine calls this function as it calls the loss of top-k distillation.
 
     Args:
         data: a packed micro-batch with lam and the lists of `align_top_lists`.

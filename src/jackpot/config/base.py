@@ -110,6 +110,7 @@ def by_name(default: str) -> BeforeValidator:
     """
 
     def named(value: Any) -> Any:
+        """Return the block of settings that a value stands for; any other value as it is."""
         if isinstance(value, str):
             return {"name": value}
         return {"name": default, **value} if isinstance(value, Mapping) else value

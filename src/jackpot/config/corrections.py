@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from jackpot.config.base import Bound, Conflicts, Finite, ImportPath, NonNegative, Strict, by_name
 from jackpot.objectives.constants import LAM, Kappa
 
-KAPPA_TOLERANCE = 1e-3  # default; also that of a user's own correction, which has no such setting
+KAPPA_TOLERANCE = 1e-3  # default of `kappa_tolerance`, also for a user's own correction, which lacks the setting
 AnyProximal = Annotated[
     Literal["old", "new", "rollout"],
     Field(

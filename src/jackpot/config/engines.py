@@ -164,6 +164,7 @@ class ServerEngineConfig(_Engine):
     @model_validator(mode="before")
     @classmethod
     def _check_draft(cls, block: Any) -> Any:
+        """Refuse the setting `draft`, which other engines have, with the reason."""
         if isinstance(block, dict) and "draft" in block:
             raise ValueError(
                 "draft is not for servers, whose draft model would keep the weights that it started with; take "

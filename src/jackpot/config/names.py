@@ -63,6 +63,7 @@ def _label(key: str, value: str, known: Sequence[str]) -> str:
 
 
 def _is_number(value: str) -> bool:
+    """Return whether the text of a value is a number."""
     return re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value, re.IGNORECASE) is not None
 
 

@@ -103,7 +103,7 @@ def make_components(
     If an error is raised, the parts that were built before it are closed.
 
     Args:
-        checkpoint: the one to continue from; None for a new run.
+        checkpoint: the checkpoint to continue from; None for a new run.
         build: makes the learner; None: `build_learner`, in this process alone.
 
     Raises:
@@ -169,7 +169,7 @@ def build_learner(
     """Load the models of a run, and make the learner of this process from them.
 
     Args:
-        checkpoint: the one to continue from; None for a new run.
+        checkpoint: the checkpoint to continue from; None for a new run.
         exact_engines: roles of the models whose engine samples from the distribution that they have in training.
         mesh: as in `make_learner`.
     """
@@ -186,8 +186,8 @@ def make_engines(
 ) -> tuple[Engine, Engine]:
     """Start the engine that generates rollouts and the policy's engine for evaluations, in this order.
 
-    Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
-    `placement.engines` they generate in processes of their own or actors of Ray, unless they are servers.
+    The two are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
+    `placement.engines` engines generate in processes of their own or in actors of Ray, unless they are servers.
 
     Args:
         paths: where each model is read from, by role.
@@ -243,7 +243,7 @@ def computed_differently(config: Config) -> list[list[str]]:
 def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
     """Load all models of a learner: `policy`, and `rollout_model`, `critic` and `reference` where the run has them.
 
-    The reference is always that of the settings: in a checkpoint, the policy has moved away from it.
+    The reference is always read from the path in the settings: a checkpoint's policy has moved away from it.
 
     Args:
         checkpoint: folder of the checkpoint to continue from; None for a new run.
@@ -277,7 +277,7 @@ def load_trained(config: Config, name: str, path: str, device: torch.device | No
     """Load a model to train or to score with, with an adapter where the settings ask for LoRA.
 
     Args:
-        name: of the model, as in `load_models`.
+        name: name of the model, as in `load_models`.
         path: folder or name of the model. Where a run with LoRA resumes, `path` is the folder of the adapter, and the
             weights are read from the path in the settings, as the run began with them.
         device: as in `load_models`.
@@ -300,7 +300,7 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
     checkpointing where the settings ask for them.
 
     Args:
-        name: of the model, as in `load_models`.
+        name: name of the model, as in `load_models`.
         on_cpu: whether the model computes on the CPU, where some operations of trained models are fused. A model that
             is loaded into CPU memory only to be sharded over GPUs does not.
     """
@@ -335,7 +335,7 @@ def make_learner(
         mesh: all ranks of torch.distributed, over which the models are sharded in place; None: this process keeps them.
     """
     head = head_options(config)
-    reference = _make_reference(config, models, head)  # before sharding: it takes the digest of whole weights
+    reference = _make_reference(config, models, head)  # before sharding, as it takes a digest of whole weights
     gathered = shard(models, mesh, config.placement.offload) if mesh else None
 
     optimizers: dict[Role, ModelOptimizer] = {}

@@ -1,4 +1,4 @@
-"""Refuse models, tasks and engines that do not fit the settings, before the first rollout is generated."""
+"""Refuses models, tasks and engines that do not fit the settings, before the first rollout is generated."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +67,7 @@ def _outline(role: str, path: str) -> PreTrainedModel:
 
 @contextmanager
 def role_named(role: str) -> Iterator[None]:
-    """Put a model's role before the text of every ModelError of the block."""
+    """Put a model's role before the text of every ModelError that the block raises."""
     try:
         yield
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""Make engines from their settings, each with its own copy of a model."""
+"""Makes engines from their settings, each with its own copy of a model."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -63,7 +63,7 @@ class EngineSpec(NamedTuple):
     """The settings, the model and the output rows of one engine of a run."""
 
     settings: EngineConfig
-    path: str  # of its model
+    path: str  # folder or name of the engine's model
     rows: int  # rows of the output layer that the engine samples from (`run_rows`)
 
 

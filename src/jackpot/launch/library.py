@@ -53,7 +53,7 @@ class SavedRun:
         """Return the saved rollouts of an iteration, one row for each response (docs/metrics.md).
 
         Args:
-            iteration: None: the newest iteration with saved rollouts.
+            iteration: number of the iteration; None: the newest one with saved rollouts.
 
         Raises:
             DataError: the iteration has no saved rollouts, or they cannot be read.
@@ -99,7 +99,7 @@ def train(
 ) -> SavedRun:
     """Train a new run in a folder, or continue the run in it, as `jackpot train` does.
 
-    A process that torchrun started with a rank above 0 follows rank 0, and returns the same.
+    A process that torchrun started with a rank above 0 follows rank 0, and returns the same as rank 0.
 
     Examples:
         >>> run = train("quickstart", "iterations=20", folder="runs/first")  # doctest: +SKIP

@@ -53,7 +53,7 @@ class Spot(NamedTuple):
     """The place of a rank in Ray's cluster."""
 
     node: str
-    address: str  # of the node
+    address: str  # network address of the node
     port: int  # a port that was free on the node
     gpus: list[str]  # ids of the rank's GPUs on the node
     pid: int  # process id of the rank
@@ -79,7 +79,7 @@ class RankActor:
         Args:
             environment: the variables (`environments`).
             folder: the driver's working folder.
-            arguments: of `work`.
+            arguments: the arguments of `work`.
 
         Returns:
             "done" and what `work` returned; or the name of the class in `core.errors` of a JackpotError, and its text.
@@ -219,7 +219,7 @@ class RayLink(Link):
             self._hangs = True
             raise PeerLost(f"its actor gave no sign of life for {self.silence:g} seconds") from None
         except ray.exceptions.RayTaskError:
-            raise  # an error of the program
+            raise  # an error in the actor's code, which does not lose the actor
         except ray.exceptions.RayError as error:
             raise PeerLost(f"its actor was lost: {type(error).__name__}") from error
 
@@ -241,6 +241,7 @@ def ray_links(config: Config, setup: dict[str, Any]) -> dict[str, Link]:
 
 
 def _engine_names(config: Config) -> list[str]:
+    """Return the names by which Ray knows the engine actors of a run."""
     return [f"engine actor {index + 1}" for index in range(config.placement.engine_processes)]
 
 
@@ -384,7 +385,7 @@ def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]
     """Return the options of an actor: a CPU, and an equal share of the GPU of its bundle.
 
     Args:
-        actor: its index among all ranks, then all engines.
+        actor: index of the actor among all ranks, then all engines.
     """
     indices = bundles(config)
     index = indices[actor]
@@ -418,7 +419,7 @@ class _RankGroup:
         """Have every rank work until rank 0 ends, another rank fails, or one is lost.
 
         Args:
-            task: the arguments of `RankActor.work` behind the environment.
+            task: the arguments of `RankActor.work` after the environment.
 
         Returns:
             As `RankActor.work`, of the rank that ended first; RankError and its text where a rank was lost.
@@ -457,6 +458,7 @@ class _RankGroup:
 
 
 def _terminate(pid: int) -> None:
+    """Send a process of this machine SIGTERM."""
     os.kill(pid, signal.SIGTERM)
 
 
@@ -519,4 +521,5 @@ def _enter(folder: str) -> None:
 
 
 def _tensor(array: np.ndarray) -> Tensor:
+    """Return a copy of an array as a tensor; Ray's arrays are read-only."""
     return torch.from_numpy(array.copy())

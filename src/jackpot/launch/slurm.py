@@ -15,9 +15,9 @@ class Job:
 
     name: str
     nodes: int
-    gpus: int  # on each node; 0: the job has none
-    ranks: int  # on each node
-    time: str  # limit of the job, hours:minutes:seconds
+    gpus: int  # GPUs of each node; 0: the job has none
+    ranks: int  # processes that train on each node
+    time: str  # time limit of the job, hours:minutes:seconds
 
 
 def script(job: Job, command: list[str], run: str) -> str:

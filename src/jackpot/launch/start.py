@@ -47,7 +47,7 @@ def train_run(
 
 
 def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearner | None = None) -> Trainer:
-    """Build the trainer of a new run in the folder `path`, or of the run in it, from its newest intact checkpoint.
+    """Build the trainer of a new run in the folder `path`, or of the run there from the newest intact checkpoint.
 
     Args:
         path, on_metrics, build: as in `train_run`.

@@ -150,7 +150,7 @@ def register(
             raise ConfigError(f"torchrun started {ranks} processes; {name} runs in one, without it")
 
         _check(name, options)  # a mistake is reported before torch is imported
-        with status(Console(stderr=True), f"loading jackpot {name}"):  # torch alone takes seconds
+        with status(Console(stderr=True), f"loading jackpot {name}"):  # importing torch alone takes seconds
             load(sys.modules[function.__module__])
         function(**options)
 

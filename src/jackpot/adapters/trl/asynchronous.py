@@ -1,9 +1,9 @@
 """TRL's experimental `AsyncGRPOTrainer`, which has no correction of its own, with one of ours (docs/trl.md).
 
 TRL takes PPO's ratio from the log-probs of the engine, whose weights are some steps old. So the change of the policy
-since then, and the engine's rounding, use up the range of PPO's clip, and for A < 0 the ratio has no bound. Here the
-correction turns that ratio into a weight, and PPO's ratio is taken from the current policy. A sample is trained on
-once, so for the settings `target` and `proximal` the values `old` and `new` mean the same.
+since then, and the engine's rounding, use up the range of PPO's clip, and below an advantage of 0 the ratio has no
+bound. Here the correction turns that ratio into a weight, and PPO's ratio is taken from the current policy. A sample is
+trained on once, so for the settings `target` and `proximal` the values `old` and `new` mean the same.
 
 Status: never run on its target (a GPU).
 
@@ -103,8 +103,8 @@ class ServerWeights:
 class ListingLoop(_worker._AsyncRolloutLoop):
     """The loop of TRL's rollout worker, made to ask the server for the top-k list of every token too.
 
-    TRL carries the sampled token's log-prob from here to the loss, in `old_log_probs`. This loop puts a row of 1 + 2K
-    numbers in its place: the same log-prob, K ids and their K log-probs.
+    TRL carries the sampled token's log-prob from here to the loss, in `old_log_probs`. This loop replaces it by a row
+    of 1 + 2K numbers: the log-prob itself, the ids of the K most probable tokens, and their K log-probs.
     """
 
     def __init__(self, *, num_top_log_probs: int, **settings: Any) -> None:
@@ -266,9 +266,9 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """Return the scores of the policy: TRL's log-probs, and Z by our head where the correction reads it.
 
         Args:
-            log_probs: TRL's, [M].
+            log_probs: log-probs of the tokens by TRL's forward pass, [M].
             labels: ids of the tokens, [M].
-            states: hidden states that predict them, [M, H].
+            states: hidden states that predict the tokens, [M, H].
 
         Raises:
             ModelError: the model computes logits by more than its output layer, so our log-probs differ from TRL's.

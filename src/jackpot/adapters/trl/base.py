@@ -40,7 +40,7 @@ RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # (prompts, 
 def asynchronous() -> tuple[ModuleType, ModuleType]:
     """Import TRL's asynchronous trainer and its rollout worker, and return the two modules in this order.
 
-    TRL warns that they are experimental, so only the adapter that needs them imports them.
+    TRL warns that these modules are experimental, so only the adapter that needs them calls this.
 
     Raises:
         ImportError: the installed TRL has no such trainer, or one of this name that works otherwise.

@@ -104,11 +104,11 @@ def _concatenated(scores: Sequence[OldLogProbs]) -> OldLogProbs:
     )
 
 
-_AnyTRLTrainer: Any = object  # for the type checker: has the attributes of any trainer of TRL
+_AnyTRLTrainer: Any = object  # to a type checker, a class with the attributes of any trainer of TRL
 
 
 class Correcting(_AnyTRLTrainer):
-    """The part of a trainer that corrects advantages and logs metrics, for any trainer of TRL."""
+    """A mixin for any trainer of TRL: it corrects advantages, and logs metrics of the correction."""
 
     def _choose(self, correction: str | Mapping[str, Any]) -> None:
         """Set the correction by its settings; a trainer calls this before anything else."""
@@ -143,7 +143,7 @@ class Correcting(_AnyTRLTrainer):
         return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Return a mask of the tokens whose model still has the distribution that it sampled them from: [B, T] bool."""
+        """Return a mask, [B, T] bool, of tokens whose sampler has not changed since it sampled them; here of none."""
         return torch.zeros_like(tokens.response_mask)
 
     def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
@@ -291,7 +291,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         """Have TRL's vLLM generate, keep the top-k lists, and return the sampled tokens' log-probs to TRL.
 
         vLLM orders the entries of a position by rank, and puts the sampled token behind the first k if it is not among
-        them. TRL takes the first entry as that of the sampled token, so it gets this entry alone.
+        them. TRL takes the first entry of a position as the sampled token's, so TRL gets that token's entry alone.
         """
         prompt_ids, completion_ids, log_probs, ids = generate(**arguments)
         top_ids = [_first_entries(rows, k) for rows in ids]

@@ -204,7 +204,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does.
 
-        The engines get their weights anew, as a second run counts its steps from 0 again.
+        The engines get their weights anew, as a second call counts the optimizer steps from 0 again.
         """
         self._writers.forget()
         return super().train(*args, **kwargs)
@@ -370,7 +370,7 @@ def _run_settings(
     """Return the settings of TRL's trainer as those of a run of ours, as far as engines and checks read them.
 
     Args:
-        arguments: of TRL's trainer, by name.
+        arguments: the arguments of TRL's trainer, by name.
 
     Returns:
         The settings of the run, and among them those of the rollout model.

@@ -54,8 +54,8 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
     """Raise ConfigError for arguments of TRL's trainer that the correction cannot be combined with.
 
     Args:
-        arguments: of TRL's trainer, by name.
-        name: of the correction.
+        arguments: the arguments of TRL's trainer, by name.
+        name: name of the correction.
     """
     args, rollout_func = arguments.get("args"), arguments.get("rollout_func")
     if args is None or not (args.use_vllm or rollout_func):
@@ -152,7 +152,7 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
     `refuse`.
 
     Args:
-        arguments: of TRL's trainer, by name.
+        arguments: the arguments of TRL's trainer, by name.
     """
     args = arguments.get("args")
     if args is None:

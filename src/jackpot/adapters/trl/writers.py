@@ -1,7 +1,7 @@
 """The engines of policy and rollout model as one rollout function of TRL's trainer.
 
-Before each generation batch the engines get the current weights, and the digests of what arrived are compared. What an
-engine reports is checked as in a run of ours (`training.guards`).
+Before each generation batch the engines get the current weights, and digests of the weights that arrived are compared
+with those of the weights sent. What an engine reports is checked as in `jackpot train` (`training.guards`).
 """
 
 import logging
@@ -104,7 +104,7 @@ class Writers:
         self._held_steps: dict[Role, int] = {}  # optimizer steps that the weights in each engine have taken
         self._checks: dict[Role, EngineCheck] = {}
         self._names = BatchNames()
-        self.iteration = 0  # of the newest generation batch for training; the first is 1
+        self.iteration = 0  # number of the newest generation batch for training, from 1
         self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
 
     def is_exact(self, role: Role) -> bool:
@@ -144,7 +144,7 @@ class Writers:
         Groups are numbered over the batch of all processes, so that two processes that share a group agree about it.
 
         Args:
-            name: of the generation batch.
+            name: name of the generation batch.
             size: number of completions of this process.
         """
         processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
@@ -226,4 +226,5 @@ class Writers:
 
 
 def _unwrapped(trainer: TwoModelTrainer) -> PreTrainedModel:
+    """Return the policy without the wrappers of accelerate."""
     return trainer.accelerator.unwrap_model(trainer.model)

@@ -114,6 +114,7 @@ def check_runnable(name: str, recipe: Mapping[str, Any], arms: Sequence[str | No
 
 
 def _published_rows(notes: RecipeNotes) -> list[PublishedRow]:
+    """Return the rows of all published tables that a recipe repeats."""
     return [row for table in notes.published for row in table.rows]
 
 

@@ -46,7 +46,8 @@ _FACTS = {  # name on the screen: metric and its format
     "KL": ("mismatch/kl_rollout_policy", "{:.4f}"),
     "tokens/s": ("speed/tokens_per_second", "{:,.0f}"),
 }
-_REWARD_FACTS = {  # in place of accuracies, if the task has no verdict; lines above the bars have these names alone
+# In place of the accuracies of `_FACTS`, if the task has no verdict. Lines above the bars show these names only.
+_REWARD_FACTS = {
     "policy": ("eval/policy_reward", "{:.3f}"),
     "rollout model": ("eval/rollout_model_reward", "{:.3f}"),
 }

@@ -142,7 +142,7 @@ class _ChartMaker:
             yield self._chart(metric, self._series(metric), [metric])
 
     def _metric_charts(self, pattern: str) -> Iterator[Chart]:
-        """Yield the charts of every metric whose base name matches a pattern, without those drawn before."""
+        """Yield charts of the metrics not drawn yet whose name, without position or sign, matches a pattern."""
         families: dict[str, dict[str, str]] = {}  # base name: suffix, such as positive or 4-15, or "": metric
         for metric in self._metrics:
             match = _FAMILY.fullmatch(metric)

@@ -63,7 +63,7 @@ def inspector_data(
         The data of the inspector, and a sentence about each file that cannot be read.
     """
     packing = _Packing(max_tokens)
-    carried: dict[int, dict[str, Any]] = {}  # by the run's index
+    carried: dict[int, dict[str, Any]] = {}  # what the page says of each run with packed tokens, by the run's index
     by_size = sorted(range(len(runs)), key=lambda index: sum(saved.tokens for saved in runs[index][1]))
 
     for done, index in enumerate(by_size):  # short runs first: the others get the tokens that these do not need
@@ -141,7 +141,7 @@ class _Packing:
 
 
 def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]:
-    """Return as many files, evenly spaced from the first to the last, as have room for `FEW` typical responses each.
+    """Return as many files, evenly spaced from first to last, as there is room for with `FEW` typical responses each.
 
     If not even two files have that room: the first and the last if one response of each has room, else the last.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FirstOf:
-    """An entry for one chart: that of the first of these metrics that the runs have.
+    """An entry for one chart, of the first of several metrics that the runs have.
 
     The chart has no curves by sign or position. A metric that is `kl_metric` of a run comes before the others.
     """

@@ -25,7 +25,7 @@ _MISSING = "(none)"  # text for a setting that a run does not have
 class Run:
     """A run: its settings, metrics and events."""
 
-    name: str  # path of the folder below the folder that contains all runs
+    name: str  # path of the run's folder, relative to the folder that contains all runs
     folder: Path
     config: Config
     lines: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
@@ -46,7 +46,7 @@ class Arm:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the run folders among `paths` and, at any depth, inside those that are not run folders, each once.
+    """Return the run folders among `paths` and, at any depth, inside those paths that are no run folders; each once.
 
     Raises:
         DataError: a path contains neither a run nor an evaluation, or there are evaluations only.
@@ -61,7 +61,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def find_evaluations(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of `jackpot eval` among `paths` and inside those that are not run folders."""
+    """Return the folders of `jackpot eval` among `paths` and inside those paths that are no run folders."""
     return list(filter(is_evaluation, _folders(paths)))
 
 
@@ -137,7 +137,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
-    """Return the settings that are not equal in all groups: key and the value of each group as text."""
+    """Return the settings that differ between groups of runs: by key, the value in each group as text."""
     settings_of = [settings(group[0].config) for group in groups]
     differing_settings = {}
     for key in dict.fromkeys(key for group_settings in settings_of for key in group_settings):

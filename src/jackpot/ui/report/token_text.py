@@ -19,7 +19,7 @@ from jackpot.core.errors import ModelError
 from jackpot.models.hub import resolve_path
 
 _FILE = "tokenizer.json"
-_MARKS_OF_BYTES = ("Ġ", "Ċ")  # space and newline of tokenizers that represent every byte by a letter
+_MARKS_OF_BYTES = ("Ġ", "Ċ")  # letters of a space and a newline, where every byte is represented by a letter
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # in byte-level tokenizers
 

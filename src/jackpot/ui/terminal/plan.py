@@ -102,7 +102,7 @@ def _engine(config: Config) -> str:
 
 
 def _processes(config: Config) -> str:
-    """Say how many processes train, those that torchrun started or Ray will start, and how many more have engines."""
+    """Say how many processes train, as torchrun started or Ray will start them, and how many more generate."""
     placement = config.placement
     ranks = process_rank().size
     shared = ", on the ranks' GPUs, asleep while these train" if config.shares_gpus else ""
@@ -166,7 +166,7 @@ def _trained(config: Config, sizes: Mapping[Role, ModelSize]) -> str:
 
 
 def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None:
-    """Print the memory of each GPU and the hours of the run for several machines, and what both assume."""
+    """Print the memory of each GPU and the hours of the run for several machines, with the assumptions behind both."""
     names = [_name(row) for row in estimate.rows]
     machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
     rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
@@ -288,7 +288,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
 
 
 def show_tiny(console: Console, tiny: TinyRun) -> None:
-    """Print every setting that `--tiny` replaces, and the source of its problems."""
+    """Print every setting that `--tiny` replaces, and the source of the tiny run's problems."""
     title = (
         "--tiny: small models with random weights and few problems, to see that every part of the recipe runs here. "
         "Its numbers mean nothing. It changes"

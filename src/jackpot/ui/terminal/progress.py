@@ -22,7 +22,7 @@ def progress(console: Console) -> Iterator["Counts"]:
     with counts.live if console.is_terminal else nullcontext(), listening(counts.stage):
         yield counts
         if console.is_terminal:
-            counts.stage("")  # the last frame stays on the screen
+            counts.stage("")  # without a stage, as the last frame stays on the screen
 
 
 @contextmanager

@@ -59,6 +59,7 @@ def _cheapest(comparison: Comparison) -> dict[str, str]:
     reference = comparison.baseline if comparison.baseline in arms[1:] else arms[1]
 
     def share(cost: str) -> float:
+        """Return a cost of the cheapest arm, an attribute of `ArmRow.cost`, as a share of the reference arm's."""
         return getattr(costs[cheapest], cost) / getattr(costs[reference], cost)
 
     goal = measured(comparison.accuracy, comparison.measure)
@@ -75,7 +76,8 @@ def _pair(best: str, arm: str, difference: Difference, scale: float, form: str) 
         return f"{text} (1 seed, no interval): cannot tell"
 
     count = difference.seeds
-    errors = student_t(count - 1) if count > 1 else 2.0  # the error of a single seed is that over problems
+    # Half the interval in standard errors. A single seed's standard error is that over problems.
+    errors = student_t(count - 1) if count > 1 else 2.0
     half = scale * difference.error * errors
     conclusion = f"significant, on {difference.higher} of {count}" if abs(mean) > half else "not significant"
     return f"{text} (95 % CI {mean - half:+{form}} to {mean + half:+{form}}, {_seeds(count)}): {conclusion}"

@@ -261,6 +261,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
     is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
 
     def chart(title: str, y_label: str, estimate: Callable[[TokenBand], Estimate]) -> Chart:
+        """Return a chart of an estimate over the bands, with a line for each pair."""
         return Chart(
             title=title,
             x_label=label,

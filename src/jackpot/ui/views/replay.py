@@ -87,7 +87,7 @@ def facts(result: ReplayResult) -> Table:
     tokens = Mean.named(metrics, "total_variation").count
     quantiles = ", ".join(f"{ratio_quantile(metrics, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
     divergences = ", ".join(format_number(value(f"mismatch/kl_{name}"), ".4f") for name in ("k1", "k3"))
-    clips = [correction.setting.objective for correction in result.corrections[:1]]  # all corrections have the same
+    clips = [correction.setting.objective for correction in result.corrections[:1]]  # the same for all corrections
 
     rows = [
         ("responses, tokens", f"{int(value('responses')):,}, {int(tokens):,}"),
@@ -132,6 +132,7 @@ def _rejections(rows: Sequence[_Row]) -> list[Table]:
         return []
 
     def cell(correction: CorrectionResult, band: str) -> str:
+        """Format the share of a band's tokens that a correction rejects; empty if there is no such token."""
         return f"{correction.rejected_by_band[band]:.1%}" if band in correction.rejected_by_band else ""
 
     rejecting = distinct.values()
