@@ -133,7 +133,7 @@ def compute_rollout_correction_and_rejection_mask(
         accepted = corrected.accept_mask
         weights = corrected.weights * accepted
         proto = DataProto.from_dict(tensors={"rollout_is_weights": weights.to(old_log_prob.dtype)})
-    elif proto is not None:
+    elif proto is not None:  # verl's own weights
         weights = proto.batch["rollout_is_weights"]
         accepted = accepted * (weights > 0)
     else:

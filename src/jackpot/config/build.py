@@ -179,6 +179,7 @@ def _explanations(
         # Our own errors (value_error) are of the class that a union chose; pydantic's are of every class it tried.
         of_key = [error for error in of_key if error["type"] == "value_error"] or of_key
 
+        # An error about names that are allowed becomes the ending of the sentence about the allowed types.
         names = [error["ctx"]["expected"] for error in of_key if error["type"] == "literal_error"]
         of_types = [error for error in of_key if error["type"] != "literal_error"]
         ending = f", or {' or '.join(names)}" if names and of_types else ""

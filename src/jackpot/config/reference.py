@@ -229,10 +229,10 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if origin is Literal:
         return [_yaml(value) for value in arguments]
 
-    if origin is tuple and arguments[1:] == (...,):
+    if origin is tuple and arguments[1:] == (...,):  # a list of any length
         several = " (at least one)" if any(getattr(mark, "min_length", None) for mark in metadata) else ""
         return [f"list of {_KINDS[arguments[0]]}s{several}"]
-    if origin is tuple:
+    if origin is tuple:  # a list of a fixed length
         return [f"list of {len(arguments)}: each {_either(_values(arguments[0]))}"]
     if origin is dict:
         return ["mapping"]

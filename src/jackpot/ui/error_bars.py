@@ -96,6 +96,7 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
     edges = [round(edge * len(line.x) / stretches) for edge in range(stretches + 1)]
     indices: list[int] = []
     for begin, end in pairwise(edges):
+        # (value, index) of every number in this stretch
         known = [(value, index) for index in range(begin, end) if (value := line.y[index]) is not None]
         indices += sorted({min(known)[1], max(known)[1]} if known else {begin})
 

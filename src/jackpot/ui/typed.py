@@ -59,6 +59,7 @@ class Command(TyperCommand):
         similar_settings = build.similar_settings(name, build.keys_of(settings.Config)) if takes_settings else []
         similar_options = [possible for possible in possibilities or [] if possible != "--help"]
 
+        # An option that begins with the typed name is more likely meant than a setting of that name.
         if similar_settings and not any(possible.lstrip("-").startswith(name) for possible in similar_options):
             value = _value_of(option, words)
             forms = " or ".join(f"{key}={value}" for key in similar_settings)

@@ -227,6 +227,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
 
         The policy's log-probs, [N], and its hidden states, [1, N, H], are those of all tokens of the packed row.
         """
+        # token_index: for each trained token its place among the N tokens of the row; -1 where there is no token.
         selected = inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
         labels = inputs["shift_labels"][inputs["attention_mask"].bool()][index]
@@ -258,6 +259,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         measured, overlap = self._measured(batch, scores, scores)
         self._correct([(batch, measured, overlap)])
 
+        # Back from [B, T] to the places that the trained tokens have in TRL's tensors.
         blank = torch.zeros_like(inputs["advantages"])
         corrected = {"advantages": batch["advantages"], "old_log_probs": measured.proximal_log_probs}
         return {name: blank.masked_scatter(selected, column[mask]) for name, column in corrected.items()}

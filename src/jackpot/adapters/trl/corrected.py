@@ -156,6 +156,7 @@ class Correcting(_AnyTRLTrainer):
             now: the scores of the current policy.
         """
         tokens = token_batch(batch, usable_mask(batch), with_lists=False)
+        # A token that is left out gets the policy's log-prob, a ratio of 1, so that nothing in a sum is NaN.
         rollout = torch.where(tokens.response_mask, tokens.rollout_log_probs, old.old_log_probs)
         return measured_inputs(self._objective, replace(tokens, rollout_log_probs=rollout), old, now)
 
@@ -320,7 +321,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         batch |= self._columns_of_scores(scores)
         if self._lists_support(batch):
             refuse_reference(batch, self.args)
-            if "old_per_token_logps" in batch:
+            if "old_per_token_logps" in batch:  # TRL's are over all tokens; ours over those that top_k kept
                 batch["old_per_token_logps"] = scores.old_log_probs
 
         self._corrected_at = self.state.global_step

@@ -129,6 +129,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         path = self._settings.path
         check_same_tokenizer(self.processing_class, load_tokenizer(path))
         self.rollout_model = load_model(path, torch.float32, self.accelerator.device)
+        # Both output layers must have the same rows: those that TRL's loss reads of the policy's.
         cut_head(self.rollout_model, self._head.policy.out_features)
         if (rows := output_layer(self.rollout_model).out_features) < self._head.policy.out_features:
             raise ModelError(

@@ -67,6 +67,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     arm_diagnoses = diagnoses(arms)
     summary = summary_section(arms, arm_diagnoses, unreadable, tokens.left_out)
     findings = (finding for _, diagnosis in arm_diagnoses for finding in diagnosis.findings)
+    # A finding about a ratio names two metrics, `a / b`.
     named = {metric for finding in findings for metric in finding.metric.split(" / ")}
 
     sections = metric_sections(arms, named)

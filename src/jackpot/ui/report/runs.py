@@ -159,7 +159,7 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
     names = list(folder_names)
     for name in dict.fromkeys(folder_names):
         indices = [index for index, folder_name in enumerate(folder_names) if folder_name == name]
-        if len(indices) > 1:
+        if len(indices) > 1:  # these arms share a name: add up to three settings in which they differ
             settings_by_key = list(differing([groups[index] for index in indices]).items())[:3]
             for column, index in enumerate(indices):
                 names[index] = f"{name} ({', '.join(f'{key}={values[column]}' for key, values in settings_by_key)})"

@@ -259,6 +259,7 @@ def unpriced(config: Config) -> list[str]:
 
 def _costs(config: Config, estimate: CostEstimate) -> list[str]:
     """Say what the run costs compared with a run of the policy alone: rollout FLOPs, all FLOPs, and hours."""
+    # The first machine on which the run fits: the recipe's own, if it does.
     row = next((row for row in (estimate.stated, *estimate.rows) if row.hours), None)
     if row is None or row.hours is None or row.alone is None:
         return []

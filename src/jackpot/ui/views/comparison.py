@@ -27,6 +27,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 def comparison_verdict(comparison: Comparison) -> dict[str, str]:
     """Return the lines of the verdict by label: the highest arm, and how surely it is above baseline and next arms."""
+    # The baseline, then the other arms from the highest to the lowest.
     rows = sorted(comparison.rows, key=lambda row: (row.arm != comparison.baseline, -row.after.mean))
     best = next(row for row in rows if row.arm == comparison.best)
     compared = [row.arm for row in rows if row is not best][:_MOST_PAIRS]
