@@ -81,6 +81,7 @@ class _ChartMaker:
         values = [(run.config, value) for run in runs for line in run.lines if (value := line.get(metric)) is not None]
 
         guides, sentences = [], []
+        # Only rules about the metric itself, not those about its ratio to another metric.
         for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
             limits = [  # (text, limit, the sign that `value - limit` has beyond the limit)
                 (f"{side} {limit:g}", limit, sign)
