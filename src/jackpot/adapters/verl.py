@@ -273,13 +273,13 @@ def align_top_lists(output: Any, validate: bool) -> None:
     if not lists or validate:
         return
 
-    sampled = torch.tensor(output.response_mask).nonzero()[:, 0]
+    sampled = torch.tensor(output.response_mask).nonzero()[:, 0]  # positions of the sampled tokens in the response
     if not len(sampled):
         return
     rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()
 
-    # A list belongs to its token where it gives the sampled token's id the log-prob that was reported for the token.
+    # A list is of another token if it gives the sampled token's id another log-prob than was reported for the token.
     is_same = torch.zeros(len(sampled), dtype=torch.bool)
     if len(rows) == len(sampled):
         log_probs = torch.tensor(output.response_logprobs)[sampled, None]
@@ -293,7 +293,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
         )
 
     shape = len(output.prompt_ids) + len(output.response_ids), top.shape[-1]
-    before = len(output.prompt_ids) - 1 + sampled
+    before = len(output.prompt_ids) - 1 + sampled  # rows of the tokens before the sampled ones
     ids = torch.zeros(shape, dtype=torch.int32)
     ids[before] = top_ids
     log_probs = torch.full(shape, -torch.inf)

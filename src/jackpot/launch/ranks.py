@@ -200,6 +200,7 @@ def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, e
     command = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}
 
     def build(_: Any) -> JointLearner:
+        """Build rank 0's own learner, which needs nothing of the command."""
         return build_learner(config, checkpoint, exact, _mesh(config))
 
     learner, _ = ranks.carry_out("build", [command] * ranks.size, build)

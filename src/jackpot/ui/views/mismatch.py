@@ -156,6 +156,7 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
     """Return charts of |p - q| in each response: the largest, the mean, and the largest against the length."""
 
     def ranks(pair: MismatchPair) -> list[float]:
+        """Return for each response, from the worst on, the share of responses that are as bad or worse."""
         return [(rank + 1) / pair.numbers.responses for rank in range(pair.numbers.responses)]
 
     def largest_gaps(pair: MismatchPair) -> list[float]:
