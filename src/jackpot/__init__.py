@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jackpot.objectives.estimate import estimate_z
     from jackpot.rollout.rewards.rewards import verify, verify_all
 
-_PUBLIC = {  # names by module
+_PUBLIC = {  # the public names, by the module that defines them
     "jackpot.core.errors": ("JackpotError",),
     "jackpot.launch.library": ("SavedRun", "load_run", "train"),
     "jackpot.corrections": ("Corrected", "correct", "make_correction"),
@@ -52,6 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name of the package when it is first used."""
     if name == "__version__":
         return import_module("jackpot.core.package").version()
     if name == "obrs":
@@ -68,4 +69,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the names that completion offers, those not imported yet among them."""
     return sorted([*globals(), *__all__, "__version__"])

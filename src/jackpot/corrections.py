@@ -1,8 +1,8 @@
-"""Corrections by name: `make_correction` joins a formula with its settings, and `correct` applies one in a single call.
+"""Makes a correction from its name (`make_correction`), or applies one to rollouts in a single call (`correct`).
 
-`correct` is for another framework's training loop: it checks its arguments, and fills in those left out. A loop that
-splits an optimizer step into micro-batches, and wants kappa of the whole step, calls the correction's `measure` and
-`apply` itself.
+`correct` is for another framework's training loop: it checks its arguments, and fills in those left out. It computes
+kappa, OBRS's factor on the normalizer Z, from the tokens of its call alone. A loop that splits an optimizer step into
+micro-batches, and wants one kappa for the whole step, calls the correction's `measure` and `apply` itself.
 
 Status: supported.
 """
@@ -40,7 +40,7 @@ IN_THE_INPUTS = {
     "normalizer": "CorrectionInputs.z",
     "budget": "CorrectionInputs.lam",
 }
-_ADVICE = {  # what to do about a missing tensor, by its name
+_ADVICE = {  # what to do about a missing tensor, by the name of the tensor
     "z": "estimate it with jackpot.estimate_z from the policy's logits and the engine's top-k log-probs, or take "
     "jackpot.obrs.exact_z of both whole distributions",
     "advantages": "pass those of the policy loss, [B, T] or expanded to it",
@@ -54,7 +54,7 @@ class Corrected(NamedTuple):
     """
 
     weights: Tensor  # [B, T], factor on the surrogate of an accepted token; 0 where masked
-    accept_mask: Tensor  # [B, T] float: 1 where accepted, 0 where rejected; the acceptance with `mask="expected"`
+    accept_mask: Tensor  # [B, T] float: 1 where accepted, else 0; with `mask="expected"` the probability of acceptance
     metrics: dict[str, Tensor]  # scalars on the device of the weights, named as in metrics.jsonl (docs/metrics.md)
 
 
@@ -115,7 +115,7 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
     """Construct the user's own correction: an instance of a class, or the correction that a formula defines."""
     is_class = isinstance(correction, type)
 
-    try:  # the call is tried by its signature, so that a wrong setting is named before anything runs
+    try:  # bind the arguments without a call, so that a wrong setting is reported before the user's code runs
         names = signature(correction).parameters
         tensors = [] if is_class else [name for name in names if name in TENSORS]
         signature(correction).bind(**dict.fromkeys(tensors), **settings)
@@ -130,14 +130,15 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
 
 
 def _kappa(settings: PolicyCorrection) -> Kappa:
-    """Return when a correction needs kappa's sums over an optimizer step, as `CorrectionFn.kappa` has it."""
+    """Return when a correction needs the sums over a step that give kappa: a value of `CorrectionFn.kappa`."""
     if not isinstance(settings, ZCorrection):
         return "none"
     if settings.kappa != "auto":
         return settings.kappa
-    if settings.normalizer == "exact":  # the mean of Z needs no correction
+    if settings.normalizer == "exact":  # an exact Z has the right mean, so there is nothing for kappa to correct
         return "none"
-    # Kappa decides which tokens are dropped, and a dropped token has no gradient that could be repaired afterwards.
+    # With "drop" kappa decides which tokens leave the loss. A token that has left it has no gradient that could be
+    # repaired afterwards, so kappa must be known before.
     return "prepass" if getattr(settings, "beyond_c1", "cap") == "drop" else "auto"
 
 
@@ -156,19 +157,19 @@ def correct(
 ) -> Corrected:
     """Compute the weights and the acceptance mask of rollouts that another distribution than the policy sampled.
 
-    A correction that has kappa computes it from the tokens of this call. So call `correct` with a whole optimizer step,
-    or with one micro-batch after the other and `kappa="none"`.
+    A correction with the factor kappa computes kappa from the tokens of this call. So call `correct` with a whole
+    optimizer step, or with one micro-batch after the other and `kappa="none"`.
 
     Args:
         correction: a name such as "obrs", "tis" or "icepop" (docs/corrections.md); or your own correction, as
             `make_correction` takes or returns it.
-        rollout_log_probs: [B, T] nats, of the sampled tokens as the engine that sampled them computed them.
-        target_log_probs: [B, T] nats, of the policy: before the update (`old_log_probs`) or now.
+        rollout_log_probs: [B, T] nats, log-probs of the sampled tokens that the sampling engine computed.
+        target_log_probs: [B, T] nats, log-probs of the policy: before the update (`old_log_probs`) or now.
         response_mask: [B, T] bool, True where a token was sampled; other entries of the tensors are ignored.
         z: [B, T] in [0, min(1, 1 / lam)], Z of every position (`estimate_z`, or `obrs.exact_z`) at the same lam; read
             by obrs and its parts, and by dppo with `divergence="topk"`.
         advantages: [B, T]; read by the corrections that look at their sign: prefix, f_tis, dppo.
-        proximal_log_probs: [B, T] nats, of the point that PPO's ratio is taken from; None: `target_log_probs`.
+        proximal_log_probs: [B, T] nats, log-probs that PPO's ratio is taken from; None: `target_log_probs`.
         uniforms: [B, T] in [0, 1), the random numbers that decide which tokens are rejected; None: drawn from `seed`.
         seed: seed of the drawn uniforms. These are a function of the seed, a response's `rollout_log_probs` and the
             position, and so the same on all devices and ranks, in any batch and in every epoch.
@@ -270,15 +271,16 @@ def _inputs(
 
 
 def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
-    """Return a uniform for every token: [B, T] float64 in [0, 1), a hash of the seed, the response and the position.
+    """Return a random number for every token, [B, T] float64 in [0, 1), hashed from the seed, response and column.
 
-    A response has no name here, so the bits of its log-probs identify it. A position counts from the first column.
+    A response has no name here, so the bits of its rollout log-probs stand for one.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
     token_hashes = prng.bits(rollout_log_probs.float().view(torch.int32).long(), positions)
-    response_hashes = torch.where(mask, token_hashes, 0).sum(-1)  # integers, so their order does not matter
+    response_hashes = torch.where(mask, token_hashes, 0).sum(-1)  # a sum of integers, which is the same in any order
 
-    # The key is added as a number and zeros are made there: copying a tensor to a GPU would wait for it.
+    # The key is added as a Python number, and the zeros are made on the device: a tensor that is copied to a GPU would
+    # make the host wait for the GPU.
     key = int(prng.key_tensor([prng.fold_in(seed, "correct")]))
     keys = prng.bits(response_hashes + key, torch.zeros_like(response_hashes))
     return prng.uniforms(keys[:, None], positions)

@@ -1,8 +1,8 @@
 """Our corrections in verl's rollout correction: a module for VERL_USE_EXTERNAL_MODULES (docs/frameworks.md).
 
 verl 0.8.0 to 0.9.1 computes the weights and the rejection mask of a batch in one function. Importing this module
-replaces that function in verl, so that `rollout_is: jackpot:NAME:SETTING=VALUE:...` names a correction of ours. What a
-correction does, verl's own too, is measured before and after masking.
+replaces that function in verl, so that `rollout_is: jackpot:NAME:SETTING=VALUE:...` names a correction of ours. The
+effect of a correction, also of verl's own, is measured before and after masking.
 
 Corrections that read Z need the sampler's top-k lists beside the policy's logits. With docs/verl.patch, verl carries
 the lists as it carries a teacher's, and calls the functions below: `top_lists` and `join_top_lists` for vLLM's answers,
@@ -49,22 +49,23 @@ __all__ = [
     "z_request",
 ]
 
-Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns of a batch, as docs/verl.patch has them
+Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns of a batch, named as in docs/verl.patch
 _LAM = "jackpot_lam"  # key of lam in a batch for workers that are to estimate Z
 _LISTS = "jackpot_top"  # key of the top-k lists in the extra fields of an answer: ids and log-probs, [K, 2], by token
 _CHUNK = 1024  # positions whose logits are copied at a time
+# Metrics of a correction that are logged only where the batch has Z.
 _OF_Z = ("obrs/z", "obrs/z_bound_width", "obrs/acceptance_minus_z", "obrs/kappa")
-_TOLERANCE = 1e-3  # nats, between two log-probs of one token by one engine
+_TOLERANCE = 1e-3  # nats by which two log-probs that one engine reports for one token may differ
 _PREFIX = "jackpot:"
 _verl_correction = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
 _THRESHOLD = signature(_verl_correction).parameters["rollout_is_threshold"].default
-_Z_NEEDS = {  # verl's settings, and the values with which an engine's lists reach the policy's logits
+_Z_NEEDS = {  # verl's settings, and the values with which top-k lists reach the policy's logits
     "actor_rollout_ref.rollout.name": ("vllm",),
     "actor_rollout_ref.actor.strategy": ("fsdp", "fsdp2"),
     "actor_rollout_ref.model.use_fused_kernels": (None, False),
     "distillation.enabled": (None, False),  # a teacher's lists are carried in the same columns
 }
-_REFUSED = {  # by what a correction reads, or its name: why verl lacks that
+_REFUSED = {  # why a correction cannot be used, by its name or by an input that it reads
     "advantages": "reads advantages, which verl computes after its rollout correction; use one that does not, such as "
     "tis or icepop",
     "ppo_is": "takes PPO's ratio from the rollout log-probs, which is verl's algorithm.rollout_correction.bypass_mode",
@@ -84,15 +85,16 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """Compute what verl's function of this name returns, by a correction of ours where `rollout_is` names one.
 
-    The weights are ours times the acceptance mask, so a token that the correction rejects stays in verl's denominators.
-    Tokens that `rollout_rs` rejects leave them, as in verl. A token whose log-probs are not finite has the weight 0.
+    The weights are ours times the acceptance mask, so verl still counts a token that the correction rejects in the
+    denominator of its loss. A token that `rollout_rs` rejects is not counted, as in verl. A token whose log-probs are
+    not finite has the weight 0.
 
     Args:
-        old_log_prob: [B, T] of the policy: before the update, or the current one with `bypass_mode`.
-        rollout_log_prob: [B, T] of the engine that sampled.
+        old_log_prob: [B, T] log-probs of the policy: before the update, or the current one with `bypass_mode`.
+        rollout_log_prob: [B, T] log-probs of the engine that sampled.
         response_mask: [B, T], 1 where a token was sampled.
         rollout_is: "token", "sequence" or None of verl, or "jackpot:NAME" with settings, as "jackpot:tis:cap=5".
-        rollout_is_threshold, rollout_is_batch_normalize: of verl's own weights.
+        rollout_is_threshold, rollout_is_batch_normalize: settings of verl's own weights.
         options: `rollout_rs` and its threshold; with docs/verl.patch the columns of Z, [B, T] each, by `Z_FIELDS`.
 
     Returns:
@@ -131,7 +133,7 @@ def compute_rollout_correction_and_rejection_mask(
         accepted = corrected.accept_mask
         weights = corrected.weights * accepted
         proto = DataProto.from_dict(tensors={"rollout_is_weights": weights.to(old_log_prob.dtype)})
-    elif proto is not None:
+    elif proto is not None:  # verl's own weights
         weights = proto.batch["rollout_is_weights"]
         accepted = accepted * (weights > 0)
     else:
@@ -149,9 +151,11 @@ def _measured(
     """Measure the mismatch of all usable tokens and of those that count in the loss, and the correction's effect.
 
     Args:
+        old, rollout: [B, T] log-probs of the policy and of the engine.
+        mask, usable: [B, T] bool, the sampled tokens, and those of them with finite log-probs and a finite Z.
         remaining: [B, T] bool, the usable tokens that `rollout_rs` does not reject.
         weights: [B, T], 0 where the correction rejects.
-        accepted: [B, T], 1 where the correction accepts, or the acceptance with an expected mask.
+        accepted: [B, T], 1 where the correction accepts, or the acceptance probability with an expected mask.
     """
     uncorrected = make_correction("none")
     before = _corrected(uncorrected, old, rollout, usable).metrics
@@ -203,6 +207,7 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
 
 
 def _number_or_text(text: str) -> float | str:
+    """Return a setting's value as a number, if it is one."""
     try:
         return float(text)
     except ValueError:
@@ -214,8 +219,8 @@ def _corrected(
 ) -> Corrected:
     """Apply a correction of ours to the tokens of a mask; other tokens may have log-probs that are not finite.
 
-    The arguments are not checked for swapped or shifted models: verl has aligned them, and the tokens that a rejection
-    leaves are no sample of the engine, as the check needs.
+    Nothing checks whether the log-probs are swapped or shifted by a token: verl has aligned them, and the check is for
+    all tokens that an engine sampled, not for those that a rejection has left.
     """
     rollout = torch.where(mask, rollout.detach(), 0.0)
     old = torch.where(mask, old.detach(), 0.0)
@@ -240,7 +245,7 @@ def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
 
 
 def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Append the lists of a later answer in a response to the lists of the answers before it.
+    """Append the top-k lists of a later answer of vLLM to those of the earlier answers in the same response.
 
     Args:
         fields: extra fields of the answers before; changed in place.
@@ -251,7 +256,7 @@ def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
 
 
 def align_top_lists(output: Any, validate: bool) -> None:
-    """Put an agent loop's lists where verl carries a teacher's: in the row of the token before the sampled one.
+    """Put an agent loop's top-k lists where verl carries a teacher's: each in the row before that of its sampled token.
 
     All other rows are empty, with log-probs of -inf. The lists of a validation are dropped.
 
@@ -268,13 +273,13 @@ def align_top_lists(output: Any, validate: bool) -> None:
     if not lists or validate:
         return
 
-    sampled = torch.tensor(output.response_mask).nonzero()[:, 0]
+    sampled = torch.tensor(output.response_mask).nonzero()[:, 0]  # positions of the sampled tokens in the response
     if not len(sampled):
         return
     rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()
 
-    # A list belongs to its token where it gives the sampled token's id the log-prob that was reported for the token.
+    # A list is of another token if it gives the sampled token's id another log-prob than was reported for the token.
     is_same = torch.zeros(len(sampled), dtype=torch.bool)
     if len(rows) == len(sampled):
         log_probs = torch.tensor(output.response_logprobs)[sampled, None]
@@ -288,7 +293,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
         )
 
     shape = len(output.prompt_ids) + len(output.response_ids), top.shape[-1]
-    before = len(output.prompt_ids) - 1 + sampled
+    before = len(output.prompt_ids) - 1 + sampled  # rows of the tokens before the sampled ones
     ids = torch.zeros(shape, dtype=torch.int32)
     ids[before] = top_ids
     log_probs = torch.full(shape, -torch.inf)
@@ -297,7 +302,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
 
 
 def z_request(config: DictConfig) -> dict[str, float]:
-    """Return what a trainer adds to a batch so that workers estimate Z; empty if the correction does not read Z.
+    """Return the entries of a batch by which a trainer has workers estimate Z; empty if the correction reads no Z.
 
     Args:
         config: verl's settings.
@@ -330,7 +335,7 @@ def z_names(columns: Any) -> list[str]:
 
 
 def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) -> Any:
-    """Estimate Z of every token, called by verl's engine as it calls the loss of top-k distillation.
+    """Estimate Z of every token; verl's engine calls this function as it calls the loss of top-k distillation.
 
     Args:
         data: a packed micro-batch with lam and the lists of `align_top_lists`.

@@ -1,4 +1,4 @@
-"""The settings of a run, built from a recipe, one of its arms and the user's overrides."""
+"""Builds the settings of a run from a recipe, one of its arms and the user's overrides."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-# A cap, clip or limit. JSON has no infinity, so a run folder says null where a recipe may say .inf.
+# Bound is a cap, clip or limit. JSON has no infinity, so a run folder has null where a recipe may have .inf.
 NULL_IS_INFINITE = BeforeValidator(lambda value: math.inf if value is None else value)
 Bound = Annotated[float, Field(gt=0.0), NULL_IS_INFINITE]
 NonNegative = Annotated[float, Field(ge=0.0, lt=float("inf"))]
@@ -21,7 +21,7 @@ ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]  # package.modu
 Conflicts = list[tuple[Any, str]]  # pairs (a condition, the error where the condition holds)
 
 ONE_IS_ENOUGH = BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value)
-AnyNames = Annotated[tuple[str, ...], ONE_IS_ENOUGH, Field(strict=False)]  # a list in YAML
+AnyNames = Annotated[tuple[str, ...], ONE_IS_ENOUGH, Field(strict=False)]  # a list in YAML, or one name
 Names = Annotated[AnyNames, Field(min_length=1)]
 
 
@@ -39,16 +39,18 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_removed(cls, block: Any) -> Any:
+        """Drop settings of earlier versions that have their default; with other values they are refused as unknown."""
         if not isinstance(block, Mapping):
             return block
         return {name: value for name, value in block.items() if name not in cls.removed or value != cls.removed[name]}
 
     def conflicts(self) -> Conflicts:
-        """Return the settings of this block that exclude each other: pairs (condition, error where it holds)."""
+        """Return pairs (condition, error where it holds) for the settings of this block that exclude each other."""
         return []
 
     @model_validator(mode="after")
     def _refuse_conflicts(self) -> Self:
+        """Raise the first error of `conflicts` whose condition holds."""
         for is_conflict, message in self.conflicts():
             if is_conflict:
                 raise ValueError(message)
@@ -57,7 +59,7 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Mark of a block in which a recipe writes only what differs from another block with the same settings."""
+    """A mark of a block in which a recipe writes only what differs from another block with the same settings."""
 
     key: str  # dotted key of the other block
     excluded: tuple[str, ...] = ()  # names of settings that are not taken from the other block
@@ -65,7 +67,7 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class MayChange:
-    """Mark of a setting whose value may change when a run continues, since it decided no number computed so far.
+    """A mark of a setting that may have another value when a run continues, as no number computed so far depends on it.
 
     A change of device, memory or speed may still change later numbers by rounding.
     """
@@ -108,6 +110,7 @@ def by_name(default: str) -> BeforeValidator:
     """
 
     def named(value: Any) -> Any:
+        """Return the block of settings that a value stands for; any other value as it is."""
         if isinstance(value, str):
             return {"name": value}
         return {"name": default, **value} if isinstance(value, Mapping) else value

@@ -38,12 +38,12 @@ class BatchConfig(Strict):
 
     @property
     def rollouts(self) -> int:
-        """Sequences of one rollout batch."""
+        """Return the number of sequences of one rollout batch."""
         return self.prompts * self.group_size
 
     @property
     def steps_per_iteration(self) -> int:
-        """Optimizer steps of one iteration."""
+        """Return the number of optimizer steps of one iteration."""
         return self.rollouts // (self.mini_batch_size or self.rollouts) * self.ppo_epochs
 
     def conflicts(self) -> Conflicts:
@@ -62,7 +62,8 @@ def batches_in_reserve(ahead: int) -> int:
     """Return how many rollout batches wait for training when the next ones begin: 0, or just over half of `ahead`.
 
     At most as many batches begin together as wait, so the learner trains on those that wait while the new ones share
-    the engines. With fewer it would stand still; with more, each update of the weights would serve fewer batches.
+    the engines. With fewer the learner would stand still; with more, an
+    update of the weights would serve fewer batches.
 
     Args:
         ahead: the setting `batch.ahead`, iterations.

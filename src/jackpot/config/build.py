@@ -38,7 +38,7 @@ ELSEWHERE = {
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `changes` over `base`, block by block. Where `name` or `source` of a block changes, the whole block is new.
+    """Lay `changes` over `base`, block by block. A block whose `name` or `source` changes replaces the old block whole.
 
     >>> merge({"a": {"name": "x", "k": 1}, "b": {"c": 1}}, {"a": {"name": "y"}, "b": {"d": 2}})
     {'a': {'name': 'y'}, 'b': {'c': 1, 'd': 2}}
@@ -63,19 +63,19 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lay overrides over settings in turn. Naming a block's class keeps what earlier overrides set in the block.
+    """Lay overrides over settings in turn. An override that names a block keeps what earlier ones set inside the block.
 
     >>> lay({"a": "x"}, [{"a": {"k": 1}}, {"a": "y"}])
     {'a': {'name': 'y', 'k': 1}}
     """
     merged = dict(settings)
-    earlier: list[tuple[tuple[str, ...], Any]] = []
+    earlier: list[tuple[tuple[str, ...], Any]] = []  # (parts of the key, value) of all settings laid so far
     for key, value in chain.from_iterable(map(_settings, overrides)):
         merged = merge(merged, nest(key, value))
 
         # The merge may have replaced a block, and lost what earlier overrides set in it: set that again.
         for earlier_key, earlier_value in earlier:
-            below = earlier_key[len(key) :]
+            below = earlier_key[len(key) :]  # the earlier setting's key inside the new value
             if below and earlier_key[: len(key)] == key and not _sets(value, below):
                 merged = merge(merged, nest(earlier_key, earlier_value))
 
@@ -93,7 +93,7 @@ def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _sets(value: Any, key: Sequence[str]) -> bool:
-    """Return whether a value decides what stands at `key` below it: not if it is a name or a block without the key."""
+    """Return whether a value sets the `key` below it. A name does not, nor a block that lacks the key."""
     for name in key:
         if not isinstance(value, Mapping):
             return not isinstance(value, str)
@@ -104,7 +104,7 @@ def _sets(value: Any, key: Sequence[str]) -> bool:
 
 
 def _kind(block: Mapping[str, Any]) -> str | None:
-    """Return which key, `name` or `source`, chooses what a block is; None where the block has neither."""
+    """Return the key, `name` or `source`, whose value chooses a block's class; None where the block has neither."""
     return next((key for key in ("name", "source") if key in block), None)
 
 
@@ -125,7 +125,10 @@ def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill each block that is marked `Differences` from the block it refers to, unless it has a name or a source."""
+    """Fill each block that is marked `Differences` from the block that the mark names.
+
+    A block that has a `name` or a `source` is complete, and stays as it is.
+    """
     marks = {key: mark for key, field in fields_below(kind) for mark in field.metadata if isinstance(mark, Differences)}
     for key, mark in marks.items():
         block, base = _at(settings, key), _at(settings, mark.key)
@@ -173,9 +176,10 @@ def _explanations(
         by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
 
     for of_key in by_key.values():
-        # Our own errors (value_error) know which class of a union is meant; pydantic's do not.
+        # Our own errors (value_error) are of the class that a union chose; pydantic's are of every class it tried.
         of_key = [error for error in of_key if error["type"] == "value_error"] or of_key
 
+        # An error about names that are allowed becomes the ending of the sentence about the allowed types.
         names = [error["ctx"]["expected"] for error in of_key if error["type"] == "literal_error"]
         of_types = [error for error in of_key if error["type"] != "literal_error"]
         ending = f", or {' or '.join(names)}" if names and of_types else ""
@@ -253,7 +257,7 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
         if isinstance(items, Mapping) and name in items:
             value = items[name]
         elif index < len(loc) - 1 or not isinstance(value, Mapping) or value.get("name") == name:
-            continue  # the name of the class that a union chose
+            continue  # the name by which a union chose a class
         elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
         path.append(str(name))
@@ -268,10 +272,10 @@ def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[Bas
         is_list = isinstance(value, list | tuple)
         value = value[int(key)] if is_list else value.get(key) if isinstance(value, Mapping) else None
 
-        fields = [cls.model_fields[key] for cls in classes if key in cls.model_fields]  # none for an index of a list
+        fields = [cls.model_fields[key] for cls in classes if key in cls.model_fields]  # empty for an index of a list
         classes = [cls for field in fields for cls in model_classes(field.annotation)] or classes
 
-        # Of a union only the class that the block names counts, if its name is known.
+        # Of the classes of a union, keep the one that the value names, if a class has this name.
         name = value.get("name") if isinstance(value, Mapping) else value
         named = [cls for cls in classes if "name" in cls.model_fields and cls.model_fields["name"].default == name]
         classes = named or classes

@@ -322,7 +322,7 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Return the metric of KL(sampler || policy): the one of sampled tokens if a rollout engine is quantized."""
+        """Name the metric of KL(sampler || policy): that of sampled tokens if a rollout engine is quantized."""
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
@@ -351,6 +351,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_top_k(self) -> Conflicts:
+        """Refuse corrections that read top-k lists where the engine returns none."""
         correction = self.objective.correction
         return [
             (
@@ -362,6 +363,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_precision(self) -> Conflicts:
+        """Refuse engines that compute with other codes than training at precision fp8 or int8."""
         engines = {"engine": self.engine} | self.writing_engines if self.precision in TRAINED_QUANTIZATION else {}
         conflicts = [
             (
@@ -371,21 +373,22 @@ class Config(Strict):
             ),
         ]
         for key, engine in engines.items():
-            # `engine` has the codes of its precision, and every other engine the codes of `engine`.
+            # `engine` must have the quantization of the precision, and every other engine that of `engine`.
             codes = None if key == "engine" else self.engine.quantization
             conflicts += trained_conflicts(key, engine, self.precision, codes)
         return conflicts
 
     def _conflicts_of_exact_z(self) -> Conflicts:
+        """Refuse `normalizer: exact` where training cannot compute the distribution that tokens were sampled from."""
         correction, model = self.objective.correction, self.rollout_model
         if not isinstance(correction, ZCorrection) or correction.normalizer != "exact":
             return []
 
         lam = self.draft.lam if self.draft else 1.0
-        drafted = "evaluation.engine" if self.evaluation.engine else "engine"  # the key of the engine with drafts
+        drafted = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the policy's engine
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
 
-        # Whether the weights that generate all rollouts stay the same in the run, or at least in an iteration.
+        # `is_frozen`: the weights that generate all rollouts never change. `stays`: they do not change in an iteration.
         can_stay = model is not None and not model.is_mixed
         is_frozen = model is not None and model.optimizer is None and not model.is_mixed
         stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
@@ -422,7 +425,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_groups(self) -> Conflicts:
-        """Refuse groups of one response, and a critic, where the advantage has no use for them."""
+        """Refuse groups of one response where groups are compared, and a critic that is missing or not used."""
         advantage, is_single = self.objective.advantage, self.batch.group_size == 1
         presence = "critic is null" if self.critic is None else "there is a critic"
 

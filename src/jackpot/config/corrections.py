@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from jackpot.config.base import Bound, Conflicts, Finite, ImportPath, NonNegative, Strict, by_name
 from jackpot.objectives.constants import LAM, Kappa
 
-KAPPA_TOLERANCE = 1e-3  # default; also that of a user's own correction, which has no such setting
+KAPPA_TOLERANCE = 1e-3  # default of `kappa_tolerance`, also for a user's own correction, which lacks the setting
 AnyProximal = Annotated[
     Literal["old", "new", "rollout"],
     Field(
@@ -295,7 +295,7 @@ class CustomCorrection(TargetCorrection):
     """Settings: arguments of the function that are no tensors, or those that the class is constructed with."""
 
 
-WITH_PROXIMAL = {  # names in papers for one of our corrections at another proximal point
+WITH_PROXIMAL = {  # names in papers, and the settings that we have for them: a correction at another proximal point
     "ppo_is": {"name": "none", "proximal": "rollout"},
     "tis_adjusted": {"name": "tis", "proximal": "new"},
 }

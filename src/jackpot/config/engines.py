@@ -10,7 +10,7 @@ from jackpot.config.base import MAY_CHANGE, Bound, Conflicts, Count, Names, Stri
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
-# By the precision of training: the quantization of the engine that training shares codes with.
+# For a precision of training: the quantization of the engine, with whose codes training computes.
 TRAINED_QUANTIZATION: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8_w8a8"}
 
 
@@ -164,6 +164,7 @@ class ServerEngineConfig(_Engine):
     @model_validator(mode="before")
     @classmethod
     def _check_draft(cls, block: Any) -> Any:
+        """Refuse the setting `draft`, which other engines have, with the reason."""
         if isinstance(block, dict) and "draft" in block:
             raise ValueError(
                 "draft is not for servers, whose draft model would keep the weights that it started with; take "

@@ -12,16 +12,16 @@ from jackpot.config.reference import blocks, settings
 
 LONGEST = 80  # longest text of all overrides in a name, characters
 _WORD = re.compile(r"[\w.]+").fullmatch  # a value that can stand in a name
-_FIRST = ("objective.", "policy.")  # of settings with the same last name, those in these blocks may be called by it
+_FIRST = ("objective.", "policy.")  # blocks whose settings go by their last name, even if other blocks have it too
 
 
 def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int, more: str | None = None) -> Path:
-    """Return the default folder of a run, runs/RECIPE-ARM-OVERRIDES-MORE-seedN.
+    """Return the default folder of a run, runs/RECIPE-ARM-OVERRIDES-MORE-seedN with `seed` as N.
 
     Args:
-        recipe: name of a recipe, or the path of its file, of which the folder has the stem.
+        recipe: name of a recipe, or the path of its file, whose stem goes into the folder's name.
         arm, more: parts of the name; None: left out.
-        overrides: settings as key=value; `seed` is left out of them, for `seed` has its own part.
+        overrides: settings as key=value; `seed` is left out of them, as the name has a part for it.
     """
     labels = [arm, *override_labels(overrides, without=["seed"]), more]
     return Path("runs") / "-".join(filter(None, [Path(recipe).stem, *labels, f"seed{seed}"]))
@@ -30,8 +30,8 @@ def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int
 def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     """Return the parts of a folder's name that stand for overrides, in the order of their keys.
 
-    A number stands right behind the setting's shortest name, `lam2.0`; other values behind `=`. Where the name gets
-    too long, or a value has characters that do not belong in a name, a hash of all overrides follows what fits.
+    A number stands right behind the setting's shortest name, `lam2.0`; other values behind `=`. Where the parts get too
+    long, or a value has characters that a folder's name should not have, some are left out for a hash of all overrides.
 
     >>> override_labels(["objective.correction.lam=2.0", "rollout_model.clip_low=0.1", "seed=1"], without=["seed"])
     ['lam2.0', 'rollout_model.clip_low0.1']
@@ -42,8 +42,9 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
     """
     values = dict(text.split("=", 1) for text in overrides)
     values = {key: value for key, value in sorted(values.items()) if key not in without}
-    known = [*settings("train"), *blocks("train")] if values else []  # reading all keys takes long
+    known = [*settings("train"), *blocks("train")] if values else []  # only where needed: reading all keys takes long
 
+    # A label whose value has other characters than a name should have, or for which there is no room, is left out.
     labels = [_label(key, value, known) for key, value in values.items()]
     plain = [label for label, value in zip(labels, values.values(), strict=True) if _is_number(value) or _WORD(value)]
     fitting = [label for index, label in enumerate(plain) if len("-".join(plain[: index + 1])) <= LONGEST]
@@ -55,7 +56,7 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
 
 
 def _label(key: str, value: str, known: Sequence[str]) -> str:
-    """Join a setting's value to its name: the shortest end of its key that no other setting of `known` claims."""
+    """Join a setting's name and value. The name is the shortest end of its key that means it alone (`_owner`)."""
     words = key.split(".")
     names = [".".join(words[start:]) for start in reversed(range(len(words)))]
     name = next((name for name in names if _owner(name, known) == key), key)
@@ -63,6 +64,7 @@ def _label(key: str, value: str, known: Sequence[str]) -> str:
 
 
 def _is_number(value: str) -> bool:
+    """Return whether the text of a value is a number."""
     return re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value, re.IGNORECASE) is not None
 
 

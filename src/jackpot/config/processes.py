@@ -1,4 +1,4 @@
-"""The decision which processes of a run generate, where the settings leave it open (`placement.engines: auto`)."""
+"""Decides which processes of a run generate, where the settings leave that open (`placement.engines: auto`)."""
 
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
@@ -32,8 +32,8 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     settings = config.model_dump(mode="json")
     settings["placement"]["engines"] = (local_ranks or ranks) if is_beside else 0
 
-    # With a rollout model there are two engines, and of two vLLM engines in a process only one can sleep: the second
-    # engine needs settings of its own.
+    # With a rollout model there are two engines, and of two vLLM engines in a process only one can sleep. So the second
+    # engine gets a copy of the settings, in which the sleep mode can differ.
     if is_asleep and config.rollout_model and config.evaluation.engine is None:
         settings["evaluation"]["engine"] = dict(settings["engine"])
 
@@ -41,6 +41,7 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     open_modes = [engine for engine in chosen if engine.get("enable_sleep_mode") == "auto"]
     for engine in open_modes:
         engine["enable_sleep_mode"] = is_asleep
+    # Only one of two vLLM engines sleeps: the last one whose mode was left open stays awake.
     if all(engine.get("name") == "vllm" and engine["enable_sleep_mode"] for engine in chosen) and open_modes:
         open_modes[-1]["enable_sleep_mode"] = False
 

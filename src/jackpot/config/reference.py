@@ -1,6 +1,6 @@
-"""The reference of all settings, read from their classes: each key's values, default, meaning and commands.
+"""Reads a reference of all settings from their classes: the values, default, meaning and commands of each key.
 
-`jackpot config` prints it, and `tools/reference_pages.py` writes docs/settings.md from it.
+`jackpot config` prints the reference, and `tools/reference_pages.py` writes docs/settings.md from it.
 """
 
 import re
@@ -23,22 +23,22 @@ from jackpot.config.tools import BenchmarksConfig, MismatchConfig
 from jackpot.core.errors import ConfigError
 
 COMMANDS: dict[str, type[BaseModel]] = {"train": Config, "eval": BenchmarksConfig, "mismatch": MismatchConfig}
-CONTINUED = ("train", "eval")  # commands that continue what stands in their folder
-_BLOCK = "a block"
+CONTINUED = ("train", "eval")  # commands that continue a run or an evaluation that they find in their folder
+_BLOCK = "a block"  # stands for a block of settings among the allowed values of a field
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """A key in one class of settings of one command; several classes may have the same key, such as all engines."""
+    """A key in one class of settings of one command, with its facts; several classes, such as engines, may have it."""
 
     key: str
     command: str  # train, eval or mismatch
-    variant: str = ""  # the choice that the key belongs to, such as vllm; empty: none
-    chosen: str = ""  # the block that the choice is made for, such as engine; empty: none
+    variant: str = ""  # name of the class, such as vllm, where a block can be of several; empty: no choice
+    chosen: str = ""  # the block that can be of several classes, such as engine; empty: none
     choices: int = 0  # number of names that the block `chosen` can have
-    origin: tuple[str, str]  # the class that defines the setting, and its name there
+    origin: tuple[str, str]  # the class that defines the setting, and the setting's name there
     same_as: str = ""  # the block that the key states differences from (`Differences`); empty: none
     values: str  # type and allowed values
     default: str  # default as YAML; "required" where there is none
@@ -54,7 +54,7 @@ class Setting:
     uses: tuple[Use, ...]
 
     def summary(self, of: str) -> str:
-        """Join the texts that the uses have in one field of `Use`, each with the variants or commands that have it.
+        """Join the texts that all uses have in one field of `Use`, each with the variants or commands it belongs to.
 
         A text that more than half of the uses share stands first, without names.
 
@@ -103,7 +103,7 @@ class Block:
 
 
 def blocks(command: str) -> dict[str, Block]:
-    """Return every block of a command's settings by its key; the first, with an empty key, stands for all settings."""
+    """Return the blocks of a command's settings by key; the first, whose key is empty, stands for all settings."""
     whole = Block(key="", command=command, default="", meaning=_paragraph(COMMANDS[command]), variants=())
     walked = _walk(COMMANDS[command], "", command=command)
     return {block.key: block for block in [whole, *walked] if isinstance(block, Block)}
@@ -120,7 +120,7 @@ def settings(*commands: str) -> dict[str, Setting]:
 
 
 def own_settings(command: str) -> tuple[list[Setting], list[str]]:
-    """Split a command's settings into those that `jackpot train` does not have, and the first names of the rest.
+    """Return a command's settings that `jackpot train` lacks, and only the first names of its other settings.
 
     Two settings count as the same where one class defines both, whatever their keys and defaults.
 
@@ -185,7 +185,7 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
         definer = next(cls.__name__ for cls in kind.__mro__ if name in get_annotations(cls))
         use = partial(Use, **shared, default=_default(field), meaning=meaning, may_change=MAY_CHANGE in field.metadata)
 
-        # The field itself, unless it can only be a block.
+        # Yield the field as a setting, unless its only values are a block or null.
         same_as = next((mark.key for mark in field.metadata if isinstance(mark, Differences)), "")
         values = [f"settings of {same_as}"] if same_as else _values(field.annotation, field.metadata)
         is_choice = name == "name" and not field.is_required()  # the name that chooses this class: listed once, below
@@ -195,7 +195,7 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
         if not classes or same_as:
             continue
 
-        # The block, the name that chooses its class where there are several, and the fields of each class.
+        # Yield the block, then `name` if it chooses among several classes, then the fields of each class.
         names = [cls.model_fields["name"].default for cls in classes] if len(classes) > 1 else []
         variants = tuple(zip(names, map(_paragraph, classes), strict=False))
         yield Block(key=key, command=shared["command"], default=_default(field), meaning=meaning, variants=variants)
@@ -213,6 +213,7 @@ def _paragraph(kind: type[BaseModel]) -> str:
 
 
 def _one_line(text: str | None) -> str:
+    """Return a text with every run of spaces and line breaks as one space; None becomes an empty text."""
     return " ".join((text or "").split())
 
 
@@ -228,10 +229,10 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if origin is Literal:
         return [_yaml(value) for value in arguments]
 
-    if origin is tuple and arguments[1:] == (...,):
+    if origin is tuple and arguments[1:] == (...,):  # a list of any length
         several = " (at least one)" if any(getattr(mark, "min_length", None) for mark in metadata) else ""
         return [f"list of {_KINDS[arguments[0]]}s{several}"]
-    if origin is tuple:
+    if origin is tuple:  # a list of a fixed length
         return [f"list of {len(arguments)}: each {_either(_values(arguments[0]))}"]
     if origin is dict:
         return ["mapping"]
@@ -251,10 +252,12 @@ def _bounds(mark: Any) -> Iterator[tuple[float, str]]:
 
 
 def _either(names: Sequence[str]) -> str:
+    """Join names to `a, b or c`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _default(field: FieldInfo) -> str:
+    """Return a field's default as YAML has it, or `required` where it has none."""
     return "required" if field.is_required() else _yaml(field.get_default(call_default_factory=True))
 
 

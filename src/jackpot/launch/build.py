@@ -75,7 +75,7 @@ BuildLearner = Callable[[Config, Checkpoint | None, Collection[Role]], Learner]
 
 
 def run_task(config: Config, paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Make the task of a run, of the problems that leave room for a response in the context of all models and engines.
+    """Make the task of a run from the problems that leave room for a response in every model's and engine's context.
 
     Args:
         paths: where each model is read from, by role.
@@ -100,10 +100,10 @@ def make_components(
 ) -> RunComponents:
     """Build the task, the engines and the learner of a run, all with the same weights and version.
 
-    An error closes what was built before it.
+    If an error is raised, the parts that were built before it are closed.
 
     Args:
-        checkpoint: the one to continue from; None for a new run.
+        checkpoint: the checkpoint to continue from; None for a new run.
         build: makes the learner; None: `build_learner`, in this process alone.
 
     Raises:
@@ -129,7 +129,7 @@ def make_components(
         engine, policy_engine = make_engines(config, paths, device, version, undo)
         exact_engines = _exact_engines(config, engine, policy_engine)
         learner = (build or build_learner)(config, checkpoint, exact_engines)
-        undo.pop_all()  # the components close them from here on
+        undo.pop_all()  # from here on, closing the components closes task, benchmarks and engines
 
     return RunComponents(
         config=config,
@@ -144,7 +144,7 @@ def make_components(
 
 
 def _exact_engines(config: Config, engine: Engine, policy_engine: Engine) -> list[Role]:
-    """Return the models whose engine of rollouts samples from the distribution that the model has in training.
+    """Return the roles of the models whose engine of rollouts samples from the distribution that they have in training.
 
     Raises:
         ConfigError: an engine returns fewer top log-probs than the settings ask for.
@@ -169,7 +169,7 @@ def build_learner(
     """Load the models of a run, and make the learner of this process from them.
 
     Args:
-        checkpoint: the one to continue from; None for a new run.
+        checkpoint: the checkpoint to continue from; None for a new run.
         exact_engines: roles of the models whose engine samples from the distribution that they have in training.
         mesh: as in `make_learner`.
     """
@@ -186,14 +186,14 @@ def make_engines(
 ) -> tuple[Engine, Engine]:
     """Start the engine that generates rollouts and the policy's engine for evaluations, in this order.
 
-    Both are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
-    `placement.engines` they generate in processes of their own or actors of Ray, unless they are servers.
+    The two are one engine where the policy generates its own rollouts and `evaluation.engine` names no other. With
+    `placement.engines` engines generate in processes of their own or in actors of Ray, unless they are servers.
 
     Args:
         paths: where each model is read from, by role.
-        device: the learner's.
-        version: of the weights in `paths`.
-        undo: registers each engine's `close`.
+        device: the learner's device.
+        version: version of the weights in `paths`.
+        undo: gets each engine's `close` as a callback.
 
     Raises:
         ConfigError, EngineError, ModelError: an engine cannot be made (`make_engine`, `engine_pool`).
@@ -221,7 +221,7 @@ def computed_differently(config: Config) -> list[list[str]]:
     Returns:
         For each layer its name, the engine's format and training's.
     """
-    is_coded = config.trained_quantization is not None
+    is_coded = config.trained_quantization is not None  # training computes with the engine's codes
     device = pick_device(config.device).type
     of_engines = [SideFormats.of(settings, device) for settings in config.writing_engines.values()]
     of_training = SideFormats(
@@ -243,7 +243,7 @@ def computed_differently(config: Config) -> list[list[str]]:
 def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
     """Load all models of a learner: `policy`, and `rollout_model`, `critic` and `reference` where the run has them.
 
-    The reference is always that of the settings: in a checkpoint, the policy has moved away from it.
+    The reference is always read from the path in the settings: a checkpoint's policy has moved away from it.
 
     Args:
         checkpoint: folder of the checkpoint to continue from; None for a new run.
@@ -266,7 +266,7 @@ def cut_heads(models: Models, rows: int) -> None:
     """Cut the output layers of a learner's models to their first rows, one for each id that a run may sample.
 
     Args:
-        rows: their number (`run_rows`). The critic's output layer has one row, and stays.
+        rows: number of rows that are kept (`run_rows`). The critic's output layer has one row, and stays.
     """
     for name, model in models.items():
         if name != "critic":
@@ -277,13 +277,13 @@ def load_trained(config: Config, name: str, path: str, device: torch.device | No
     """Load a model to train or to score with, with an adapter where the settings ask for LoRA.
 
     Args:
-        name: of the model, as in `load_models`.
-        path: folder or name of the model; with LoRA the folder that holds the adapter where the run resumes, as the
-            weights are then those that the run began with.
+        name: name of the model, as in `load_models`.
+        path: folder or name of the model. Where a run with LoRA resumes, `path` is the folder of the adapter, and the
+            weights are read from the path in the settings, as the run began with them.
         device: as in `load_models`.
-        resumes: whether `path` is that of a checkpoint.
+        resumes: whether `path` is inside a checkpoint.
     """
-    settings = getattr(config, name, None)  # the reference has none
+    settings = getattr(config, name, None)  # None for the reference
     lora = getattr(settings, "lora", None)
     load = load_value_model if name == "critic" else load_model
     with role_named(name):
@@ -300,11 +300,11 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
     checkpointing where the settings ask for them.
 
     Args:
-        name: of the model, as in `load_models`.
+        name: name of the model, as in `load_models`.
         on_cpu: whether the model computes on the CPU, where some operations of trained models are fused. A model that
             is loaded into CPU memory only to be sharded over GPUs does not.
     """
-    settings = getattr(config, name, None)  # the reference has none
+    settings = getattr(config, name, None)  # None for the reference
     compute_dtype = DTYPES[config.compute_dtype]
     quantization = None if name == "critic" else config.trained_quantization
 
@@ -330,12 +330,12 @@ def make_learner(
     """Build a learner with the optimizers and objectives of the settings.
 
     Args:
-        models: of `load_models`, trained in place.
+        models: the models of `load_models`, which are trained in place.
         exact_engines: roles of the models whose engine samples from the distribution that they have in training.
         mesh: all ranks of torch.distributed, over which the models are sharded in place; None: this process keeps them.
     """
     head = head_options(config)
-    reference = _make_reference(config, models, head)  # before sharding: it takes the digest of whole weights
+    reference = _make_reference(config, models, head)  # before sharding, as it takes a digest of whole weights
     gathered = shard(models, mesh, config.placement.offload) if mesh else None
 
     optimizers: dict[Role, ModelOptimizer] = {}
@@ -391,6 +391,7 @@ def make_critic(config: Config, models: Models) -> Critic | None:
 
 
 def _make_reference(config: Config, models: Models, head: HeadOptions) -> Reference | None:
+    """Build the reference, to which the loss has a KL term; None for a run without one."""
     if config.objective.reference is None:
         return None
     return Reference(
@@ -403,4 +404,5 @@ def _make_reference(config: Config, models: Models, head: HeadOptions) -> Refere
 
 
 def _total_steps(config: Config) -> int:
+    """Return the number of optimizer steps of the whole run."""
     return config.iterations * config.batch.steps_per_iteration

@@ -1,4 +1,4 @@
-"""Refuse models, tasks and engines that do not fit the settings, before the first rollout is generated."""
+"""Refuses models, tasks and engines that do not fit the settings, before the first rollout is generated."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from jackpot.training.objectives import policy_objective
 
 
 def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[Role, PreTrainedModel]:
-    """Refuse a run that cannot start, from its settings and the shapes of its models alone.
+    """Refuse a run that cannot start, judged by its settings and the shapes of its models alone.
 
     A start calls this before it makes anything; so do `--dry-run` and `jackpot launch`.
 
@@ -34,7 +34,7 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
 
     Raises:
         ConfigError, EngineError: settings that do not fit each other, the models, or several ranks.
-        ModelError: a model cannot be used, not with the others, or not on several ranks.
+        ModelError: a model cannot be used at all, together with the others, or on several ranks.
     """
     check_ranks(config, ranks)
     outlines: dict[Role, PreTrainedModel] = {role: _outline(role, path) for role, path in paths.items()}
@@ -58,6 +58,7 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
 
 
 def _outline(role: str, path: str) -> PreTrainedModel:
+    """Return a model on the meta device, without weights; refuse a model without an output layer."""
     with role_named(role):
         model = load_meta_model(path)
         output_layer(model)  # raises ModelError where there is none
@@ -66,7 +67,7 @@ def _outline(role: str, path: str) -> PreTrainedModel:
 
 @contextmanager
 def role_named(role: str) -> Iterator[None]:
-    """Put a model's role before the text of every ModelError of the block."""
+    """Put a model's role before the text of every ModelError that the block raises."""
     try:
         yield
     except ModelError as error:
@@ -74,7 +75,7 @@ def role_named(role: str) -> Iterator[None]:
 
 
 def _check_rows(config: Config, specs: Mapping[str, EngineSpec]) -> None:
-    """Refuse engines that would sample ids for which another model of the run has no row (`head_rows`).
+    """Refuse engines that would sample token ids for which another model's output layer has no row (`head_rows`).
 
     Raises:
         EngineError: a server, or vLLM with a draft model, whose model has a longer output layer.
@@ -104,6 +105,7 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
     rooms = [("the models' context", context) for context in contexts]
     rooms += [("engine.max_model_len", length) for length in engines]
     rooms += [("batch.micro_batch_tokens", config.batch.micro_batch_tokens)]
+    # The smallest of the limits that are known.
     name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
 
     max_new_tokens = config.sampling.max_new_tokens
@@ -117,7 +119,7 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
 
 
 def limited_task(task: TaskConfig, limit: int) -> TaskConfig:
-    """Return the settings of a task with `max_prompt_tokens` of at most `limit`, where the task has it."""
+    """Return the settings of a task, with `max_prompt_tokens` lowered to `limit` where the task has this setting."""
     if not isinstance(task, MathConfig):
         return task
     return task.model_copy(update={"max_prompt_tokens": min(task.max_prompt_tokens or limit, limit)})
@@ -130,7 +132,7 @@ def check_lengths(config: Config, limit: int, task: Task) -> None:
     and comes later is refused by the engine, or when batches are made.
 
     Args:
-        limit: of `prompt_limit`.
+        limit: most tokens of a prompt (`prompt_limit`).
 
     Raises:
         ConfigError: a prompt is longer than the limit.
@@ -162,7 +164,7 @@ def engine_is_exact(config: Config, quantized: bool, settings: EngineConfig | No
 
     Args:
         quantized: whether the engine computes with quantized numbers.
-        settings: of the engine; None: `config.engine`.
+        settings: settings of the engine; None: `config.engine`.
 
     Raises:
         EngineError: `normalizer: exact` on anything but an fp32 engine with fp32 training.

@@ -49,12 +49,12 @@ def engine_pool(
     Args:
         specs: the engines (`engine_specs`), with the paths of the models that the run continues with.
         initial_paths: paths of the models that the run began with, by role.
-        device: the learner's.
-        version: of the weights in `specs`.
+        device: the learner's device.
+        version: version of the weights in `specs`.
         links: makes the connections to the processes.
 
     Raises:
-        EngineError: no engine could be started. The errors of the engines stand above it in the output.
+        EngineError: no engine could be started. The output has the errors of the engines above this error.
         ModelError: a model cannot be loaded.
     """
     setup = {
@@ -71,7 +71,7 @@ def engine_pool(
         weights[name] = list(load_model(spec.path, dtype, "cpu").named_parameters()), dtype
 
     chunk = config.placement.chunk
-    if chunk == "auto":  # a process gets its share of a batch at once, as far as every engine can generate that many
+    if chunk == "auto":  # a process's share of a rollout batch, at most what every engine generates at once
         groups = math.ceil(config.batch.prompts / config.placement.engine_processes)
         chunk = min(groups * config.batch.group_size, *(spec.settings.max_num_seqs for spec in specs.values()))
 
@@ -97,8 +97,8 @@ def engine_gpu(index: int, shares: bool) -> dict[str, str]:
     """Return the environment variable by which an engine process sees its GPU and no other.
 
     Args:
-        index: of the engine process, from 0.
-        shares: whether it has the GPU of a rank; else it has one that no rank has, as long as there are enough.
+        index: index of the engine process, from 0.
+        shares: whether the process has the GPU of a rank; else it has one that no rank has, if there are enough GPUs.
     """
     visible = os.environ.get(_GPUS)
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
@@ -115,13 +115,14 @@ def main() -> None:
 
 
 def make_hosted(setup: dict[str, Any]) -> dict[str, Engine]:
-    """Make the engines of an engine process or an actor of Ray, by setting.
+    """Make the engines of an engine process or an actor of Ray, by the key of their settings, such as `engine`.
 
     Args:
-        setup: of `engine_pool`.
+        setup: the setup that `engine_pool` sends.
     """
     config = build_config(json.loads(setup["config"]))
     torch.set_num_threads(setup["threads"])
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     specs = {name: spec for name, spec in engine_specs(config, setup["paths"]).items() if name in setup["engines"]}
+    # Version -1: the models are those that the run began with, and newer weights come before the first request.
     return make_each(specs, torch.device(setup["device"]), Version(-1, -1), bool(config.draft), ExitStack())

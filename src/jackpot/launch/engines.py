@@ -1,4 +1,4 @@
-"""Make engines from their settings, each with its own copy of a model."""
+"""Makes engines from their settings, each with its own copy of a model."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -63,12 +63,12 @@ class EngineSpec(NamedTuple):
     """The settings, the model and the output rows of one engine of a run."""
 
     settings: EngineConfig
-    path: str  # of its model
+    path: str  # folder or name of the engine's model
     rows: int  # rows of the output layer that the engine samples from (`run_rows`)
 
 
 def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineSpec]:
-    """Return what to make the engines of a run from, by setting: `engine`, and for the policy `evaluation.engine`.
+    """Return settings, model and rows of a run's engines by their keys: `engine`, and the policy's `evaluation.engine`.
 
     `evaluation.engine` is missing where the policy generates its own rollouts and has no other engine for evaluations.
 
@@ -83,7 +83,7 @@ def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineS
 
 
 def run_rows(config: Config, paths: Mapping[Role, str]) -> int:
-    """Return the number of rows that the output layers of all models of a run share, the reference's too."""
+    """Return how many first rows the output layers of all models of a run have in common, the reference included."""
     return head_rows({**paths, **reference_path(config)})
 
 
@@ -96,12 +96,12 @@ def reference_path(config: Config) -> dict[str, str]:
 def make_each(
     specs: Mapping[str, EngineSpec], device: torch.device, version: Version, drafts: bool, undo: ExitStack
 ) -> dict[str, Engine]:
-    """Make engines in this process.
+    """Make engines in this process, and return them by the keys of their specs.
 
     Args:
-        specs: of `engine_specs`.
+        specs: what `engine_specs` returns, or a part of it.
         drafts: whether the model of `engine` drafts for that of `evaluation.engine`.
-        undo: registers each engine's `close`.
+        undo: gets each engine's `close` as a callback.
     """
     engines: dict[str, Engine] = {}
     for name, spec in specs.items():

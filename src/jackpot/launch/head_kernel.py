@@ -1,4 +1,4 @@
-"""Chooses the kernel of the joint head by the setting `head_kernel`; Triton is imported only where it is chosen."""
+"""Chooses what reads the logits of output layers (the setting `head_kernel`); imports Triton only if it is chosen."""
 
 import os
 import warnings
@@ -17,7 +17,7 @@ from jackpot.objectives.kernels.topk import BLOCK
 
 
 def head_options(config: Config) -> HeadOptions:
-    """Return the kernel and the memory of the joint head.
+    """Return the kernel that reads the logits of all output layers, and the bytes of logits that may be kept.
 
     Raises:
         ConfigError: Triton or the device of the settings cannot be used.
@@ -46,14 +46,15 @@ def tile_reader(kernel: str, device: torch.device) -> TileReader:
 
 
 def _triton_reader(device: torch.device) -> TileReader:
+    """Return the Triton kernel after a trial run; raise ConfigError where Triton or a GPU is missing, or it fails."""
     if not find_spec("triton"):
         raise ConfigError("head_kernel is triton, but Triton is not installed; install it, or use head_kernel: auto")
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError(f"head_kernel is triton, but the device is {device}; use head_kernel: auto, or a GPU")
     try:
-        reader = import_module("jackpot.objectives.kernels.triton_reader").TRITON  # few installs have Triton
+        reader = import_module("jackpot.objectives.kernels.triton_reader").TRITON  # few installs have it
         tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
-        reader.read([tile], False, False)  # compiles a kernel, which needs more than the package
+        reader.read([tile], False, False)  # a trial: compiling the kernel needs more than the package
         return reader
     except Exception as error:
         raise ConfigError(

@@ -53,7 +53,7 @@ class SavedRun:
         """Return the saved rollouts of an iteration, one row for each response (docs/metrics.md).
 
         Args:
-            iteration: None: the newest iteration with saved rollouts.
+            iteration: number of the iteration; None: the newest one with saved rollouts.
 
         Raises:
             DataError: the iteration has no saved rollouts, or they cannot be read.
@@ -69,11 +69,11 @@ class SavedRun:
 def train_config(
     config: Config, folder: Path, on_metrics: OnMetrics, on_start: Callable[[int], None] = lambda iteration: None
 ) -> bool:
-    """Train in this process, as rank 0 of the ranks that torchrun started, or have Ray place the run.
+    """Train a run in this process, alone or as rank 0 of torchrun's ranks; or have Ray place it (`launcher: ray`).
 
     Args:
         folder: the run folder.
-        on_metrics, on_start: as of `train_run`; where Ray places the run, `on_start` is called at its end.
+        on_metrics, on_start: as in `train_run`; where Ray places the run, `on_start` is called at its end.
 
     Returns:
         As `train_run`.
@@ -99,7 +99,7 @@ def train(
 ) -> SavedRun:
     """Train a new run in a folder, or continue the run in it, as `jackpot train` does.
 
-    A process that torchrun started with a rank above 0 follows rank 0, and returns the same.
+    A process that torchrun started with a rank above 0 follows rank 0, and returns the same as rank 0.
 
     Examples:
         >>> run = train("quickstart", "iterations=20", folder="runs/first")  # doctest: +SKIP

@@ -37,9 +37,9 @@ from jackpot.training.ranks import LedLearner, Ranks, follow
 from jackpot.training.run_folder.checkpoint import Checkpoint, load_state
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Backends of torch.distributed by the device that ranks compute on. Commands are on the CPU, and use gloo."""
+"""Backends of torch.distributed, by the device that ranks compute on. Rank 0's commands go from CPU to CPU, by gloo."""
 
-_SETUP = "setup"  # key of the store under which rank 0 puts what the others need to join
+_SETUP = "setup"  # key of the store where rank 0 puts the run folder, timeout and device for the others
 
 
 @contextmanager
@@ -174,10 +174,10 @@ def _rendezvous(process: ProcessRank) -> dist.Store:
 
 @contextmanager
 def _joined(store: dist.Store, process: ProcessRank, run: Path, timeout: float, backend: str) -> Iterator[Ranks]:
-    """Set up torch.distributed for the block.
+    """Join the ranks by torch.distributed for the block, and yield them.
 
     Args:
-        timeout: seconds.
+        timeout: seconds that a rank waits for the others.
     """
     try:
         dist.init_process_group(
@@ -200,6 +200,7 @@ def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, e
     command = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}
 
     def build(_: Any) -> JointLearner:
+        """Build rank 0's own learner, which needs nothing of the command."""
         return build_learner(config, checkpoint, exact, _mesh(config))
 
     learner, _ = ranks.carry_out("build", [command] * ranks.size, build)
@@ -207,6 +208,7 @@ def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, e
 
 
 def _build_follower(command: dict[str, Any]) -> JointLearner:
+    """Build the learner of a rank above 0 from rank 0's command (`_build_leader`)."""
     config = build_config(json.loads(command["config"]))
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
@@ -216,5 +218,5 @@ def _build_follower(command: dict[str, Any]) -> JointLearner:
 
 
 def _mesh(config: Config) -> DeviceMesh:
-    """Return all ranks, over which the models are sharded."""
+    """Return the mesh of all ranks, over which the models are sharded."""
     return init_device_mesh(pick_device(config.device).type, (dist.get_world_size(),))

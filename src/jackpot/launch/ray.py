@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _ADDRESS, _MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as it does on those systems
 _POLL = 0.5  # seconds between two looks at metrics.jsonl and at signals
-# A function that makes the engines of a host, by setting, from the setup that the pool sends.
+# A function that makes the engines of a host, by the key of their settings, from the setup that the pool sends.
 MakeEngines = Callable[[dict[str, Any]], Mapping[str, Engine]]
 
 
@@ -53,10 +53,10 @@ class Spot(NamedTuple):
     """The place of a rank in Ray's cluster."""
 
     node: str
-    address: str  # of the node
+    address: str  # network address of the node
     port: int  # a port that was free on the node
-    gpus: list[str]
-    pid: int
+    gpus: list[str]  # ids of the rank's GPUs on the node
+    pid: int  # process id of the rank
 
 
 class RankActor:
@@ -79,7 +79,7 @@ class RankActor:
         Args:
             environment: the variables (`environments`).
             folder: the driver's working folder.
-            arguments: of `work`.
+            arguments: the arguments of `work`.
 
         Returns:
             "done" and what `work` returned; or the name of the class in `core.errors` of a JackpotError, and its text.
@@ -110,7 +110,10 @@ class EngineActor:
         return _ray().get_runtime_context().get_node_id()
 
     def begin(self, setup: np.ndarray) -> None:
-        """Make the engines, unless those of an equal setup are here; a new host then asks for weights anew."""
+        """Make the engines of a setup, unless they are here already, and a new host, which asks for weights anew.
+
+        If the engines refuse the setup, that refusal answers every message.
+        """
         if self._setup != setup.tobytes():
             self._engines, self._refusal = {}, None
             self._setup = setup.tobytes()
@@ -121,6 +124,7 @@ class EngineActor:
         self._host = None if self._refusal is not None else EngineHost(self._engines, self._sign)
 
     def _sign(self) -> None:
+        """Count a sign of life of the host."""
         self._signs += 1
 
     def answer(self, message: np.ndarray, weights: np.ndarray | None = None) -> Iterator[np.ndarray]:
@@ -139,7 +143,7 @@ class EngineActor:
 
         request = _tensor(message)
         with contextlib.ExitStack() as undo:
-            if weights is not None:
+            if weights is not None:  # the host reads weights from a file, so these bytes become one in memory
                 file = undo.enter_context(open(os.memfd_create("jackpot-weights"), "wb", buffering=0))
                 file.write(weights.data)
                 request = pack(unpack(request) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
@@ -155,7 +159,7 @@ class EngineActor:
 
 
 class RayLink(Link):
-    """A connection from a peer of the pool to an actor that the driver has placed.
+    """A connection by which the engine pool reaches an engine actor that the driver has placed.
 
     Args:
         actor: handle of an `EngineActor`.
@@ -193,7 +197,10 @@ class RayLink(Link):
         # An actor that does not hang ends with the driver.
 
     def _weights(self, message: Tensor) -> Any:
-        """Return a reference to the weights that a message names; None where the actor can read this node's memory."""
+        """Return a reference of Ray to the file of weights that a message names, if it names one.
+
+        None also where the actor is on this node, and can read the file itself.
+        """
         ray = _ray()
         if self._node == ray.get_runtime_context().get_node_id():
             return None
@@ -212,7 +219,7 @@ class RayLink(Link):
             self._hangs = True
             raise PeerLost(f"its actor gave no sign of life for {self.silence:g} seconds") from None
         except ray.exceptions.RayTaskError:
-            raise  # an error of the program
+            raise  # an error in the actor's code, which does not lose the actor
         except ray.exceptions.RayError as error:
             raise PeerLost(f"its actor was lost: {type(error).__name__}") from error
 
@@ -234,6 +241,7 @@ def ray_links(config: Config, setup: dict[str, Any]) -> dict[str, Link]:
 
 
 def _engine_names(config: Config) -> list[str]:
+    """Return the names by which Ray knows the engine actors of a run."""
     return [f"engine actor {index + 1}" for index in range(config.placement.engine_processes)]
 
 
@@ -256,7 +264,7 @@ def train_on_ray(
         ConfigError: Ray is not installed, its cluster asks for no token or has no room, or torchrun started this
             process.
         RankError: ranks were lost more often than `placement.restarts`.
-        JackpotError: the error of rank 0, or of its nearest class in `core.errors`.
+        JackpotError: the error of a rank, as its nearest class in `core.errors`.
     """
     if (ranks := process_rank().size) > 1:
         raise ConfigError(
@@ -345,7 +353,7 @@ def _placement_group(ray: Any, config: Config) -> Any:
     """
     placement = config.placement
     gpu = {"GPU": 1} if _has_gpus(ray, config) else {}
-    tenants = Counter(bundles(config))  # actors of each bundle
+    tenants = Counter(bundles(config))  # number of actors in each bundle
 
     bundle = {"CPU": max(tenants.values())} | gpu
     group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")
@@ -359,6 +367,7 @@ def _placement_group(ray: Any, config: Config) -> Any:
 
 
 def _has_gpus(ray: Any, config: Config) -> bool:
+    """Return whether the run uses GPUs: it asks for them, or leaves the device open and the cluster has GPUs."""
     return config.device == "cuda" or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 
@@ -376,7 +385,7 @@ def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]
     """Return the options of an actor: a CPU, and an equal share of the GPU of its bundle.
 
     Args:
-        actor: its index among all ranks, then all engines.
+        actor: index of the actor among all ranks, then all engines.
     """
     indices = bundles(config)
     index = indices[actor]
@@ -386,7 +395,7 @@ def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]
 
 
 def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[Any]:
-    """Start the engine actors, which live for as long as this process and the list do."""
+    """Start the engine actors, which live for as long as this process and the returned list do."""
     actor = ray.remote(EngineActor)
     engines = []
     for index, name in enumerate(_engine_names(config), config.placement.ranks):
@@ -410,7 +419,7 @@ class _RankGroup:
         """Have every rank work until rank 0 ends, another rank fails, or one is lost.
 
         Args:
-            task: the arguments of `RankActor.work` behind the environment.
+            task: the arguments of `RankActor.work` after the environment.
 
         Returns:
             As `RankActor.work`, of the rank that ended first; RankError and its text where a rank was lost.
@@ -449,6 +458,7 @@ class _RankGroup:
 
 
 def _terminate(pid: int) -> None:
+    """Send a process of this machine SIGTERM."""
     os.kill(pid, signal.SIGTERM)
 
 
@@ -482,7 +492,7 @@ class _Lines:
         self._path, self._show = path, show
         self._offset = 0  # bytes that were read
         self._newest = -1  # iteration of the newest line
-        for line in self._read():
+        for line in self._read():  # lines of an earlier command, which are not shown again
             self._newest = line["iteration"]
 
     def show(self) -> None:
@@ -511,4 +521,5 @@ def _enter(folder: str) -> None:
 
 
 def _tensor(array: np.ndarray) -> Tensor:
+    """Return a copy of an array as a tensor; Ray's arrays are read-only."""
     return torch.from_numpy(array.copy())

@@ -15,9 +15,9 @@ class Job:
 
     name: str
     nodes: int
-    gpus: int  # on each node; 0: the job has none
-    ranks: int  # on each node
-    time: str  # limit of the job, hours:minutes:seconds
+    gpus: int  # GPUs of each node; 0: the job has none
+    ranks: int  # processes that train on each node
+    time: str  # time limit of the job, hours:minutes:seconds
 
 
 def script(job: Job, command: list[str], run: str) -> str:
@@ -30,6 +30,7 @@ def script(job: Job, command: list[str], run: str) -> str:
     gpus = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
     head = _HEAD.format(name=job.name, nodes=job.nodes, gpus=gpus, time=job.time, notice=NOTICE)
     words = shlex.join(command) + ' --run "$run"'
+    # torchrun kills ranks that have not ended 30 seconds before the job's end.
     train = _TRAIN.format(nodes=job.nodes, ranks=job.ranks, shutdown=NOTICE - 30, words=words)
     return f"{head}run=$(realpath -m {shlex.quote(run)})\n{train}"
 

@@ -47,7 +47,7 @@ def train_run(
 
 
 def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearner | None = None) -> Trainer:
-    """Build the trainer of a new run in the folder `path`, or of the run in it, from its newest intact checkpoint.
+    """Build the trainer of a new run in the folder `path`, or of the run there from the newest intact checkpoint.
 
     Args:
         path, on_metrics, build: as in `train_run`.
@@ -86,7 +86,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
             checkpoints.set_aside(damage.folder)
 
         trainer = Trainer(components, folder, newest.state if newest else None, on_metrics)
-        undo.pop_all()  # the trainer closes them from here on
+        undo.pop_all()  # from here on, closing the trainer closes folder and components
     return trainer
 
 

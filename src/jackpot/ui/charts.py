@@ -1,4 +1,4 @@
-"""Charts, tables and sections as data; `html.py` puts them into a page, where plotly draws the charts.
+"""Charts, tables and sections as data, which `html.py` writes into a page; there plotly draws the charts.
 
 None stands for an unknown number: a line has a gap there.
 """
@@ -14,7 +14,7 @@ Numbers = Sequence[float | None]
 # Okabe and Ito's colors without black and yellow: color-blind people can distinguish them, on white and on black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F")
 DASHES = ("solid", "dash", "dot")
-# Shades of each color, for more series than colors: gray level to mix in, and its share.
+# Shades of each color, for more series than there are colors: (gray level to mix in, 0 to 255, and its share).
 SHADES = ((0, 0.0), (0, 0.45), (255, 0.5))
 
 
@@ -22,7 +22,7 @@ SHADES = ((0, 0.0), (0, 0.45), (255, 0.5))
 class Series:
     """One line or cloud of points of a chart, with a band from `low` to `high` if both are known."""
 
-    name: str  # entry of the legend; equal names in several charts of a page share it
+    name: str  # entry in the legend; series of one name in several charts of a page share the entry
     x: Numbers
     y: Numbers
     low: Numbers | None = None
@@ -99,7 +99,7 @@ _USUAL_ARMS = ("obrs", "none", "tis", "on_policy", "obrs_expected")
 
 
 def arm_color_indices(names: Iterable[str]) -> dict[str, int]:
-    """Return `Series.color_index` of each arm; unusual arms get the free indices in the order of their names."""
+    """Return a color index (`Series.color_index`) for each arm; unusual arms get free indices in the order of names."""
     arms = set(names)
     usual = {name: index for index, name in enumerate(_USUAL_ARMS) if name in arms}
     unusual = sorted(arms - usual.keys())

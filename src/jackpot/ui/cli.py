@@ -37,6 +37,7 @@ app = typer.Typer(
 
 
 def _print_version(is_asked: bool) -> None:
+    """Print the version and end the program, if --version was typed."""
     if is_asked:
         typer.echo(f"jackpot {version()}")
         raise typer.Exit
@@ -78,7 +79,7 @@ for _command in COMMANDS:
 
 def main() -> None:
     """Run the typed command; print a user's error without a traceback and exit with code 2."""
-    if logging.lastResort:  # prints the warnings of the package
+    if logging.lastResort:  # the handler that prints the package's warnings
         logging.lastResort.setFormatter(PrintableFormatter())
     try:
         app()

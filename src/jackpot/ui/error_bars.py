@@ -1,4 +1,4 @@
-"""Lines with error bars over several seeds, short enough to draw."""
+"""Computes the lines of charts: means over seeds with error bars, thinned to as many points as a page can draw."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,20 @@ from typing import Any
 from jackpot.core.statistics import Sample
 
 FEW_SEEDS = 5  # with fewer seeds, error bars reach from the smallest to the largest value
-MOST_POINTS = 800  # of a line on the page
+MOST_POINTS = 800  # most points of a line on the page
 
 Number = float | None
 
 
 def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, Number]:
-    """Return mean, low and high of the values at an x, or three None without values.
+    """Return the mean of seeds' values at one x, and the low and high end of its error bar; three None without values.
 
-    The bar reaches from the smallest to the largest value of fewer than `FEW_SEEDS` seeds, else one standard deviation
-    of the sample to both sides.
+    With fewer than `FEW_SEEDS` seeds the bar reaches from the smallest to the largest value, else one standard
+    deviation of the sample to both sides of the mean.
 
     Args:
-        values: of the seeds that have a number at this x.
-        seeds: how many seeds there are, with or without a number here.
+        values: values of the seeds that have a number at this x.
+        seeds: number of all seeds, with or without a number at this x.
     """
     if not values:
         return None, None, None
@@ -34,7 +34,7 @@ def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, N
 
 
 def error_bars(columns: Sequence[Sequence[Number]]) -> tuple[tuple[Number, ...], ...]:
-    """Return the mean, the low and the high end of the error bar at each x.
+    """Return three columns over x: the mean over seeds, and the lower and the upper end of its error bar.
 
     Args:
         columns: values [seed][x]; a seed whose value is None at an x is left out there.
@@ -53,7 +53,7 @@ def describe_error_bars(seeds: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MeanLine:
-    """One metric of an arm over its iterations."""
+    """A line of a chart: one metric of an arm over iterations, as the mean of the arm's runs with error bars."""
 
     x: list[int]  # iterations
     y: list[Number]  # mean over the runs; None where no run has a number
@@ -67,7 +67,7 @@ class MeanLine:
 
 
 def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanLine:
-    """Return the mean of a metric at every iteration where a run has it.
+    """Return the line of a metric: its mean over runs at every iteration where at least one run has the metric.
 
     Args:
         runs: the lines of metrics.jsonl of each run.
@@ -85,7 +85,10 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
 
 
 def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
-    """Return at most `most` points: the smallest and the largest of each stretch, or a gap where it has no number."""
+    """Thin a line to `most` points at most: the smallest and the largest value of each of `most` / 2 stretches.
+
+    A stretch without any number becomes one point without a number, a gap.
+    """
     if len(line.x) <= most:
         return line
 
@@ -93,6 +96,7 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
     edges = [round(edge * len(line.x) / stretches) for edge in range(stretches + 1)]
     indices: list[int] = []
     for begin, end in pairwise(edges):
+        # (value, index) of every number in this stretch
         known = [(value, index) for index in range(begin, end) if (value := line.y[index]) is not None]
         indices += sorted({min(known)[1], max(known)[1]} if known else {begin})
 

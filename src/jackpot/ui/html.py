@@ -17,8 +17,9 @@ from jackpot.core.files import write_whole
 from jackpot.ui.charts import Chart, Numbers, Section, Table
 
 _ASSETS = Path(__file__).parent / "assets"
+# Scripts of the token inspector, in the order in which they run.
 _INSPECTOR = ("colors.js", "inspector_rows.js", "inspector_panel.js", "inspector.js")
-_SLOT = re.compile(r"@@([A-Z]+)@@")
+_SLOT = re.compile(r"@@([A-Z]+)@@")  # a place in page.html that `write_page` fills
 
 _Columns = dict[tuple[float | None, ...], int]  # each distinct column of numbers of the page, and its index
 
@@ -79,10 +80,12 @@ def write_page(
 
 
 def _asset(name: str) -> str:
+    """Return the text of a file in assets/."""
     return (_ASSETS / name).read_text()
 
 
 def _section(section: Section, columns: _Columns) -> dict[str, Any]:
+    """Return a section as the page's script reads it, and add its columns of numbers to `columns`."""
     items = [_item(item, columns) for item in section.items]
     return {"title": section.title, "intro": section.intro, "folded": section.is_folded, "items": items}
 

@@ -41,7 +41,7 @@ def lazy() -> Iterator[None]:
 
 
 def load(module: ModuleType) -> None:
-    """Import every module whose import this module postponed."""
+    """Import now every module whose import `module` postponed by `lazy`."""
     for value in list(vars(module).values()):
         if isinstance(value, Later):
             import_module(value._name)

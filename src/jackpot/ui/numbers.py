@@ -37,7 +37,8 @@ def with_error(value: float, error: float | None, measure: Measure = "accuracy",
 
 def iteration_seconds(line: Mapping[str, Any]) -> float:
     """Return how long an iteration took, seconds, as the sum of the phases in its line of metrics.jsonl."""
-    phases = [name for name in line if name.startswith("seconds/") and name != "seconds/prepass"]  # a part of train
+    # The time of prepass is a part of the time of train.
+    phases = [name for name in line if name.startswith("seconds/") and name != "seconds/prepass"]
     return sum(line[name] or 0.0 for name in phases)
 
 

@@ -37,5 +37,5 @@ def to_json(value: Any) -> Any:
 
 
 def default_folder(command: str, model: str) -> Path:
-    """Name the folder of a command's results on a model, which is a path, a hub name or starter:NAME."""
+    """Return runs/COMMAND-MODEL, the folder of a command's results; the model is a path, a hub name or starter:NAME."""
     return Path("runs") / f"{command}-{model.strip('/.').replace('/', '-').replace(':', '-')}"

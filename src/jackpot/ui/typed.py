@@ -1,4 +1,4 @@
-"""Makes commands of functions, and words the errors for mistyped commands, options and settings."""
+"""Turns functions into commands of `jackpot`, and explains mistyped commands, options and settings."""
 
 import functools
 import sys
@@ -59,6 +59,7 @@ class Command(TyperCommand):
         similar_settings = build.similar_settings(name, build.keys_of(settings.Config)) if takes_settings else []
         similar_options = [possible for possible in possibilities or [] if possible != "--help"]
 
+        # An option that begins with the typed name is more likely meant than a setting of that name.
         if similar_settings and not any(possible.lstrip("-").startswith(name) for possible in similar_options):
             value = _value_of(option, words)
             forms = " or ".join(f"{key}={value}" for key in similar_settings)
@@ -69,6 +70,7 @@ class Command(TyperCommand):
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
+    """Return each name that occurs more than once."""
     return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
@@ -108,7 +110,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
             for config in configs:
                 paths |= config.model_paths()
 
-    if candidates := options.get("rollout_model"):
+    if candidates := options.get("rollout_model"):  # they stand in for the recipe's own rollout model
         paths = {"policy": paths["policy"], **{f"--rollout-model {path}": path for path in candidates}}
     if paths:
         hub.check_found(paths, needs_files)
@@ -122,6 +124,7 @@ class Commands(TyperGroup):
     """The group of all commands, which answers an unknown name with the nearest one and a list of all."""
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        """Return the command of a name; raise ConfigError with the nearest name if there is none."""
         command = super().get_command(ctx, cmd_name)
         if command is None and not ctx.resilient_parsing:
             raise ConfigError(unknown_name("command", cmd_name, self.list_commands(ctx)))
@@ -148,7 +151,7 @@ def register(
             raise ConfigError(f"torchrun started {ranks} processes; {name} runs in one, without it")
 
         _check(name, options)  # a mistake is reported before torch is imported
-        with status(Console(stderr=True), f"loading jackpot {name}"):  # torch alone takes seconds
+        with status(Console(stderr=True), f"loading jackpot {name}"):  # importing torch alone takes seconds
             load(sys.modules[function.__module__])
         function(**options)
 

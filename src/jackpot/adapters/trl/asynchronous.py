@@ -1,13 +1,14 @@
 """TRL's experimental `AsyncGRPOTrainer`, which has no correction of its own, with one of ours (docs/trl.md).
 
-TRL takes PPO's ratio from the log-probs of the engine, whose weights are some steps old. So what the policy has learned
-since then, and the engine's rounding, use up the clip, and for A < 0 the ratio has no bound. Here the correction turns
-that ratio into a weight, and PPO's ratio is taken from the current policy. A sample trains once, so `target` and
-`proximal` mean the same with `old` and `new`.
+TRL takes PPO's ratio from the log-probs of the engine, whose weights are some steps old. So the change of the policy
+since then, and the engine's rounding, use up the range of PPO's clip, and below an advantage of 0 the ratio has no
+bound. Here the correction turns that ratio into a weight, and PPO's ratio is taken from the current policy. A sample is
+trained on once, so for the settings `target` and `proximal` the values `old` and `new` mean the same.
 
 Status: never run on its target (a GPU).
 
-Shapes: `M` trained tokens of a row of packed samples, `B` its samples, `T` tokens of a sample, `K` top-k; nats.
+Shapes: `N` tokens of a row of packed samples, `M` of them trained on, `B` samples in the row, `T` tokens of a sample,
+`K` entries of a top-k list, `H` hidden size; log-probs in nats.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,19 +37,19 @@ from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 from jackpot.training.components import send_weights
 
 _trainer, _worker = asynchronous()
-_MAX_GAP = 0.1  # nats: a larger mean difference of log-probs is not rounding
+_MAX_GAP = 0.1  # nats; a larger mean difference between two computations of log-probs is more than rounding
 
 
 class ServerWeights:
     """A `weight_transfer` of TRL's trainer that sends weights to a vLLM server as a file, without NCCL.
 
-    The server finishes what it began with the old weights, and then reads the file. Its checksums are compared with the
-    file's, as those of the engine `vllm_server` are (docs/vllm.md).
+    The server finishes the requests that it began with the old weights, and then reads the file. The checksums of what
+    it read are compared with the file's, as for the engine `vllm_server` (docs/vllm.md).
 
     Args:
-        settings: settings of the engine `vllm_server` (docs/settings.md), such as `weights_folder`, which both sides
-            see under the same path, and `dtype`, which must be the server's. Without a folder the file is in shared
-            memory of this machine.
+        settings: settings of the engine `vllm_server` (docs/settings.md), such as `weights_folder`, a folder that has
+            the same path on both sides, and `dtype`, which must be the server's. Without `weights_folder` the file is
+            in shared memory of this machine.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -71,7 +72,7 @@ class ServerWeights:
         self._settings = validated(VLLMServerEngineConfig, {"urls": [url]} | self._changes)
 
     def init_weight_transfer(self) -> None:
-        """Send the first weights.
+        """Connect to the server, and send the policy's first weights.
 
         Raises:
             EngineError: the server cannot be reached, or serves another model or with other settings.
@@ -79,13 +80,13 @@ class ServerWeights:
         self._engine = VLLMServerEngine(self._model, self._settings, eos_token_ids=(), version=Version(0, 0))
 
     def pause(self) -> None:
-        """Do nothing: `send_weights` pauses the server while it loads."""
+        """Do nothing: `send_weights` itself pauses the server while the server loads weights."""
 
     def resume(self) -> None:
         """Do nothing: the server is resumed when `send_weights` returns."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Send all weights.
+        """Send all weights of the policy to the server.
 
         Raises:
             EngineError, WeightsError: the server does not hold these weights afterwards.
@@ -94,16 +95,16 @@ class ServerWeights:
         send_weights(self._engine, iterator, Version(self._sent, self._sent))
 
     def destroy(self) -> None:
-        """Remove the files."""
+        """Close the connection to the server, and remove the files of weights."""
         if self._engine:
             self._engine.close()
 
 
 class ListingLoop(_worker._AsyncRolloutLoop):
-    """The loop of TRL's rollout worker, which asks the server for the top-k lists too.
+    """The loop of TRL's rollout worker, made to ask the server for the top-k list of every token too.
 
-    TRL carries the sampled token's log-prob from here to the loss, in `old_log_probs`. This loop puts a row of 1 + 2K
-    numbers in its place: the same log-prob, K ids and their K log-probs.
+    TRL carries the sampled token's log-prob from here to the loss, in `old_log_probs`. This loop replaces it by a row
+    of 1 + 2K numbers: the log-prob itself, the ids of the K most probable tokens, and their K log-probs.
     """
 
     def __init__(self, *, num_top_log_probs: int, **settings: Any) -> None:
@@ -111,6 +112,7 @@ class ListingLoop(_worker._AsyncRolloutLoop):
         self._num_top = num_top_log_probs
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
+        """Send a request that asks for top-k lists, and put each token's row in the place of its log-prob."""
         payload |= {"logprobs": self._num_top, "return_tokens_as_token_ids": True}
         output = await super()._post(path, payload, timeout, max_retries)
         for choice in output["choices"]:
@@ -119,27 +121,32 @@ class ListingLoop(_worker._AsyncRolloutLoop):
         return output
 
     async def _score_group(self, group: Any) -> list[Any]:
-        blank = [0.0] * (1 + 2 * self._num_top)  # for tokens of the context, which have the number 0 in TRL
+        """Score a group as TRL does, after tokens that were not sampled got rows as long as those of sampled tokens."""
+        blank = [0.0] * (1 + 2 * self._num_top)  # for tokens of the context: TRL has the number 0 as their log-prob
         for sequence in chain.from_iterable(group.completions_sequences):
             sequence.old_log_probs = [row if isinstance(row, list) else blank for row in sequence.old_log_probs]
         return await super()._score_group(group)
 
 
 def _numbers(row: Sequence[tuple[int, float]]) -> list[float]:
-    """Return the row of a token in `ListingLoop` from (id, log-prob) of the sampled token, then of the top k."""
+    """Return the row of `ListingLoop` for a token.
+
+    Args:
+        row: (id, log-prob) of the sampled token, then of the K most probable tokens.
+    """
     (_, sampled), *top = row
     return [sampled, *(token for token, _ in top), *(log_prob for _, log_prob in top)]
 
 
 class _Forwarded(Exception):
-    """The end of TRL's loss right after the model's forward pass, whose output it carries."""
+    """An exception that leaves TRL's loss right after the model's forward pass, and carries the model's output."""
 
 
 class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` with one of our corrections; TRL's own loss has no correction.
 
-    kappa, where a correction has it, is taken over a micro-batch of all processes. The log-probs of the current policy
-    are read in TRL's own forward pass. With `correction="none"` the loss is TRL's, to the bit.
+    The factor kappa of a correction is computed from a micro-batch of all processes. The log-probs of the current
+    policy come from TRL's own forward pass. With `correction="none"` the loss is TRL's, to the bit.
 
     Args:
         args, kwargs: arguments of TRL's trainer. If you give a `rollout_worker` of your own and the correction reads Z,
@@ -183,7 +190,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """Check the server, and return TRL's data loader of rollouts.
 
         Raises:
-            ConfigError: the server reports other log-probs than of what it samples from.
+            ConfigError: the server reports log-probs of another distribution than it samples from.
         """
         if isinstance(self.rollout_worker, _worker.AsyncRolloutWorker):
             self.vllm_client.wait_for_server_ready()
@@ -199,10 +206,10 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         return super().compute_loss(lambda **_: outputs, corrected, return_outputs, num_items_in_batch)
 
     def _forward(self, model: Any, inputs: Batch) -> Any:
-        """Run the forward pass of TRL's loss; return its output, and the last hidden states, [1, N, H].
+        """Run the forward pass of TRL's loss; return the model's output, and its last hidden states, [1, N, H].
 
         TRL prepares the model's inputs and computes the loss in one function. So that function is called twice: the
-        first call ends at the model, and the second (`compute_loss`) gets the output of that pass.
+        first call ends with the forward pass, and the second (`compute_loss`) gets the output of that pass.
         """
 
         def run(**inputs_of_model: Any) -> None:
@@ -216,7 +223,11 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
 
     @torch.no_grad()
     def _corrected(self, inputs: Batch, log_probs: Tensor, states: Tensor) -> Batch:
-        """Return the advantages and proximal log-probs of a micro-batch, by the names that TRL's loss reads."""
+        """Return the advantages and proximal log-probs of a micro-batch, by the names that TRL's loss reads.
+
+        The policy's log-probs, [N], and its hidden states, [1, N, H], are those of all tokens of the packed row.
+        """
+        # token_index: for each trained token its place among the N tokens of the row; -1 where there is no token.
         selected = inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
         labels = inputs["shift_labels"][inputs["attention_mask"].bool()][index]
@@ -228,7 +239,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
                 f"rollout worker's samples are [T]; make them [T, 1 + 2K] as `ListingLoop` does, or use correction tis"
             )
 
-        # TRL has one sample behind another; the correction reads one a row.
+        # TRL packs the samples into one row, one behind another; the correction reads [B, T], one sample a row.
         lengths = inputs["segment_id"][selected].bincount().tolist()
         columns = {
             "completion_ids": labels,
@@ -248,6 +259,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         measured, overlap = self._measured(batch, scores, scores)
         self._correct([(batch, measured, overlap)])
 
+        # Back from [B, T] to the places that the trained tokens have in TRL's tensors.
         blank = torch.zeros_like(inputs["advantages"])
         corrected = {"advantages": batch["advantages"], "old_log_probs": measured.proximal_log_probs}
         return {name: blank.masked_scatter(selected, column[mask]) for name, column in corrected.items()}
@@ -256,9 +268,9 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """Return the scores of the policy: TRL's log-probs, and Z by our head where the correction reads it.
 
         Args:
-            log_probs: TRL's, [M].
+            log_probs: log-probs of the tokens by TRL's forward pass, [M].
             labels: ids of the tokens, [M].
-            states: hidden states that predict them, [M, H].
+            states: hidden states that predict the tokens, [M, H].
 
         Raises:
             ModelError: the model computes logits by more than its output layer, so our log-probs differ from TRL's.

@@ -1,4 +1,4 @@
-"""Imports TRL, as no other file does, and reads what all adapters need from the tensors of TRL's trainers."""
+"""Imports TRL for all adapters, and makes masks and our learner's batches of the tensors of TRL's trainers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,22 +28,22 @@ class TRLTrainer(trl.GRPOTrainer):
 
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
-    args: Any  # GRPOConfig; it types as optional what its set-up fills in
+    args: Any  # a GRPOConfig, in whose types everything is optional that TRL's set-up fills in
     max_completion_length: int
     vllm_generation: Any  # TRL's client of vLLM, of which an adapter wraps `generate`
     _buffered_inputs: list[Batch]
 
 
-RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # TRL's type: (prompts, trainer) -> lists
+RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # (prompts, trainer) -> lists by key
 
 
 def asynchronous() -> tuple[ModuleType, ModuleType]:
-    """Import TRL's modules of the asynchronous trainer and of its rollout worker, in this order.
+    """Import TRL's asynchronous trainer and its rollout worker, and return the two modules in this order.
 
-    TRL warns that they are experimental, so only the adapter that needs them imports them.
+    TRL warns that these modules are experimental, so only the adapter that needs them calls this.
 
     Raises:
-        ImportError: the installed TRL has no such trainer, or another one of this name.
+        ImportError: the installed TRL has no such trainer, or one of this name that works otherwise.
     """
     folder = "trl.experimental.async_grpo."
     try:
@@ -57,14 +57,14 @@ def asynchronous() -> tuple[ModuleType, ModuleType]:
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model of transformers inside a model of peft; its layers apply the adapter."""
+    """Return the model of transformers inside a model of peft, whose layers still apply the adapter; else the model."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if unwrap else model
 
 
 @contextmanager
 def without_dropout(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model in eval mode for the block."""
+    """Turn a model's dropout off for the block, by putting all its modules in eval mode."""
     trained = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -86,19 +86,22 @@ def caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def completion_states(batch: Batch, states: Tensor) -> Tensor:
-    """Select the states that predict the completions of a batch, [B, S, H] -> [B, T, H]."""
+    """Select the hidden states that predict the completion tokens of a batch: [B, T, H].
+
+    `states`, [B, S, H], are those of prompts and completions.
+    """
     start = batch["prompt_ids"].shape[1] - 1
     return states[:, start : start + batch["completion_ids"].shape[1]]
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """Return a mask of the sampled tokens that the loss has: [B, T] bool."""
+    """Return a mask of the completion tokens that the model sampled, which are those of TRL's loss: [B, T] bool."""
     mask = batch["completion_mask"].bool()
     return mask & batch["tool_mask"].bool() if "tool_mask" in batch else mask
 
 
 def usable_mask(batch: Batch) -> Tensor:
-    """Return a mask of the sampled tokens that have log-probs of the sampler, which vLLM may lack: [B, T] bool."""
+    """Return a mask of the sampled tokens for which the sampler reported log-probs, as vLLM may not: [B, T] bool."""
     usable = loss_mask(batch) & batch["sampling_per_token_logps"].isfinite()
     if "jackpot_top_log_probs" in batch:
         usable &= ~batch["jackpot_top_log_probs"].isnan().any(-1)
@@ -106,9 +109,9 @@ def usable_mask(batch: Batch) -> Tensor:
 
 
 def token_batch(batch: Batch, mask: Tensor, with_lists: bool) -> TokenBatch:
-    """Return TRL's tensors and the columns that the adapters add to them as a batch of our learner, [B, T, ...].
+    """Return a batch of our learner, [B, T, ...], from TRL's tensors and the columns that the adapters add to them.
 
-    The advantages are those before the correction.
+    Its advantages are those before the correction.
 
     Args:
         mask: the tokens that are read, [B, T] bool: `loss_mask` or `usable_mask`.

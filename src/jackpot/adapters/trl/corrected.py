@@ -1,10 +1,11 @@
 """TRL's `GRPOTrainer` with a correction of this package in the place of TRL's own (docs/trl.md).
 
-A weight w >= 0 of a token can be multiplied into its advantage A, as min(r wA, clip(r) wA) = w min(r A, clip(r) A) and
-every other loss of TRL is linear in the size of A too. So we change TRL's advantages, [B, T], and all else stays TRL's:
-data, generation, rewards, loss, optimizer, checkpoints and logs.
+A weight w >= 0 of a token can be multiplied into its advantage A: with PPO's ratio r, min(r wA, clip(r) wA) =
+w min(r A, clip(r) A), and every other loss of TRL is linear in the size of A too. So we change TRL's advantages,
+[B, T], and all else stays TRL's: data, generation, rewards, loss, optimizer, checkpoints and logs.
 
-Shapes: `B` sequences of a generation batch or of a micro-batch, `T` completion tokens, `K` top-k; nats.
+Shapes: `B` sequences of a generation batch or of a micro-batch, `T` completion tokens, `K` entries of a top-k list;
+log-probs in nats.
 """
 
 import math
@@ -60,7 +61,7 @@ from jackpot.training.objectives import policy_objective
 class _Lists(NamedTuple):
     """The top-k lists of a generation batch, as vLLM or a rollout function returns them for each completion."""
 
-    completion_ids: Sequence[Sequence[int]]
+    completion_ids: Sequence[Sequence[int]]  # ids of the sampled tokens, T each
     ids: Sequence[Any]  # [T, K] each, most probable first
     log_probs: Sequence[Any]  # [T, K] each
 
@@ -89,13 +90,13 @@ class _Lists(NamedTuple):
             )
 
         log_probs = [rows.masked_fill(rows <= MINUS_INFINITY, -math.inf) for rows in log_probs]
-        blank = torch.zeros(width, k)  # the longest, so that all others are padded to its length
+        blank = torch.zeros(width, k)  # of the longest length, so that `pad_sequence` pads all to it
         ids = pad_sequence([blank.long(), *ids], batch_first=True)[1:]
         return ids, pad_sequence([blank, *log_probs], batch_first=True)[1:]
 
 
 def _concatenated(scores: Sequence[OldLogProbs]) -> OldLogProbs:
-    """Return the scores of several batches as those of one batch, behind each other."""
+    """Join the scores of several batches, [B, T] each, into those of one batch with all their sequences in order."""
     return OldLogProbs(
         old_log_probs=torch.cat([score.old_log_probs for score in scores]),
         rollout_model_old_log_probs=torch.cat([score.rollout_model_old_log_probs for score in scores]),
@@ -103,11 +104,11 @@ def _concatenated(scores: Sequence[OldLogProbs]) -> OldLogProbs:
     )
 
 
-_AnyTRLTrainer: Any = object  # for the type checker: has the attributes of any trainer of TRL
+_AnyTRLTrainer: Any = object  # to a type checker, a class with the attributes of any trainer of TRL
 
 
 class Correcting(_AnyTRLTrainer):
-    """The part of a trainer that corrects advantages and logs metrics, for any trainer of TRL."""
+    """A mixin for any trainer of TRL: it corrects advantages, and logs metrics of the correction."""
 
     def _choose(self, correction: str | Mapping[str, Any]) -> None:
         """Set the correction by its settings; a trainer calls this before anything else."""
@@ -118,12 +119,13 @@ class Correcting(_AnyTRLTrainer):
 
     @property
     def _reads_z(self) -> bool:
+        """Whether the correction reads the normalizer Z, for which it needs the sampler's top-k lists."""
         return "z" in self._objective.correction.reads
 
     def _uniforms(self, mask: Tensor) -> Tensor:
-        """Draw the random numbers by which the tokens of a batch are rejected, [B, T] float32.
+        """Draw the random numbers in [0, 1) by which the tokens of a batch are accepted or rejected: [B, T] float64.
 
-        Their seeds are the batch's name, the process and the row.
+        The numbers are hashed from TRL's seed, the name of the batch, the process, the row and the column.
         """
         name = self._names.next(self)[0].removeprefix("train/")
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
@@ -131,7 +133,7 @@ class Correcting(_AnyTRLTrainer):
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
 
     def _scores(self, head: HeadOutput | JointOutput, tokens: TokenBatch, with_z: bool) -> OldLogProbs:
-        """Return what the correction reads of the output layer's numbers.
+        """Return the scores that the correction reads, log-probs and Z, from the outputs of the output layers.
 
         Args:
             with_z: whether Z is estimated; else it is 1.
@@ -141,17 +143,20 @@ class Correcting(_AnyTRLTrainer):
         return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Return a mask of the tokens whose model still has the distribution that it sampled them from: [B, T] bool."""
+        """Return a mask, [B, T] bool, of tokens whose sampler has not changed since it sampled them; here of none."""
         return torch.zeros_like(tokens.response_mask)
 
     def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
-        """Return the inputs of the correction and its sums. A token without a log-prob of vLLM's (NaN) is left out.
+        """Return the correction's inputs on a batch, and the sums over its tokens that the correction measures.
+
+        A token for which vLLM reported no log-prob (NaN) is left out.
 
         Args:
             old: the scores of the policy before the update.
             now: the scores of the current policy.
         """
         tokens = token_batch(batch, usable_mask(batch), with_lists=False)
+        # A token that is left out gets the policy's log-prob, a ratio of 1, so that nothing in a sum is NaN.
         rollout = torch.where(tokens.response_mask, tokens.rollout_log_probs, old.old_log_probs)
         return measured_inputs(self._objective, replace(tokens, rollout_log_probs=rollout), old, now)
 
@@ -159,8 +164,8 @@ class Correcting(_AnyTRLTrainer):
         """Multiply the weights of batches into their advantages, and log the correction's metrics.
 
         Args:
-            measured: batches, which are changed in place, with the inputs and sums of `_measured`. kappa is that of
-                all of them and of all processes.
+            measured: batches, which are changed in place, with the inputs and sums of `_measured`. kappa is computed
+                from all of these batches and from those of all processes.
         """
         objective, has_z = self._objective, self._reads_z
         totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in measured)))
@@ -192,7 +197,7 @@ class Correcting(_AnyTRLTrainer):
 
 
 def _first_entries(rows: Sequence[Sequence[Any]], k: int) -> list[list[Any]]:
-    """Return the first k entries for each token of a completion, NaN in place of a log-prob that vLLM has not."""
+    """Return the first k entries for each token of a completion; a log-prob that vLLM did not report becomes NaN."""
     first = []
     for entries in rows:
         first.append([math.nan if entry is None else entry for entry in entries[:k]])
@@ -206,9 +211,9 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     corrections that read Z (OBRS) it must return its top-k lists too: TRL's vLLM is asked for them; a `rollout_func`
     returns `top_ids` and `top_log_probs`, [T, K] for each completion, beside TRL's keys.
 
-    kappa, where a correction has it, is taken over the generation batch of all processes. A correction that follows the
-    current policy (`target: new`, `proximal: new`) reads the micro-batches of an optimizer step again once the policy
-    has moved since they were generated; kappa is then taken over those. An evaluation's loss is not corrected.
+    The factor kappa of a correction is computed from the generation batch of all processes. A correction that follows
+    the current policy (`target: new`, `proximal: new`) scores the micro-batches of a step again if the policy
+    has moved since they were generated, and computes kappa from them. An evaluation's loss is not corrected.
 
     Args:
         args, kwargs: arguments of TRL's trainer.
@@ -244,9 +249,9 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
                 f"correction that reads Z, or with a top_k; leave it out. `EngineRollouts` has an argument of this name"
             )
 
-        self._lists: _Lists | None = None  # of the generation batch in progress
+        self._lists: _Lists | None = None  # the top-k lists of the generation batch in progress
         self._loss_batch: Batch = {}  # the micro-batch whose loss TRL is computing
-        self._corrected_at = 0  # optimizer steps of the policy that advantages were last corrected by
+        self._corrected_at = 0  # optimizer steps that the policy had taken when advantages were last corrected
 
         if rollout_func := arguments.get("rollout_func"):
             if isinstance(rollout_func, EngineRollouts):
@@ -276,7 +281,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         return "new" in (self._objective.target, self._objective.proximal)
 
     def _call_rollout_func(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
-        """Call the rollout function, and keep the lists that it returns, for which TRL has no place."""
+        """Call the rollout function, and keep the top-k lists that it returns aside: TRL does not carry them."""
         output = dict(rollout_func(prompts, trainer))
         ids, log_probs = output.pop("top_ids", None), output.pop("top_log_probs", None)
         if ids is not None and log_probs is not None:
@@ -287,19 +292,20 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         """Have TRL's vLLM generate, keep the top-k lists, and return the sampled tokens' log-probs to TRL.
 
         vLLM orders the entries of a position by rank, and puts the sampled token behind the first k if it is not among
-        them. TRL takes the first entry as that of the sampled token, so it gets this entry alone.
+        them. TRL takes the first entry of a position as the sampled token's, so TRL gets that token's entry alone.
         """
         prompt_ids, completion_ids, log_probs, ids = generate(**arguments)
         top_ids = [_first_entries(rows, k) for rows in ids]
         self._lists = _Lists(completion_ids, top_ids, [_first_entries(rows, k) for rows in log_probs])
 
         sampled = []
-        for columns in zip(completion_ids, ids, log_probs, strict=True):
-            tokens = zip(*columns, strict=True)
-            sampled.append([[entries[names.index(token)]] for token, names, entries in tokens])
+        for completion in zip(completion_ids, ids, log_probs, strict=True):
+            tokens = zip(*completion, strict=True)
+            sampled.append([[entry_logs[entry_ids.index(token)]] for token, entry_ids, entry_logs in tokens])
         return prompt_ids, completion_ids, sampled, ids
 
     def _generate_and_score_completions(self, inputs: list[Batch]) -> Batch:
+        """Generate and score a batch as TRL does; in training, also correct its advantages."""
         batch = super()._generate_and_score_completions(inputs)
         lists, self._lists = self._lists, None
         if not self.model.training:
@@ -315,7 +321,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         batch |= self._columns_of_scores(scores)
         if self._lists_support(batch):
             refuse_reference(batch, self.args)
-            if "old_per_token_logps" in batch:
+            if "old_per_token_logps" in batch:  # TRL's are over all tokens; ours over those that top_k kept
                 batch["old_per_token_logps"] = scores.old_log_probs
 
         self._corrected_at = self.state.global_step
@@ -335,7 +341,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         for batch in self._buffered_inputs[first : first + self.args.gradient_accumulation_steps]:
             old = OldLogProbs(
                 old_log_probs=batch["jackpot_old"],
-                rollout_model_old_log_probs=batch["jackpot_old"],  # no correction reads them
+                rollout_model_old_log_probs=batch["jackpot_old"],  # any numbers: no correction reads these
                 z=ZEstimate(*batch["jackpot_old_z"].unbind(-1)),
             )
             measured.append((batch, *self._measured(batch, old, self._read(batch, needs_z))))
@@ -343,7 +349,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         return inputs
 
     def _columns(self, batch: Batch, lists: _Lists | None) -> dict[str, Tensor]:
-        """Return what the correction reads beside TRL's tensors, as columns that TRL shuffles and splits too."""
+        """Return the tensors that the correction reads beside TRL's own; TRL shuffles and splits these columns too."""
         columns = {
             "jackpot_advantages": batch["advantages"],
             "jackpot_uniforms": self._uniforms(batch["completion_mask"]),
@@ -362,14 +368,15 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         return columns | {"jackpot_top_ids": ids.to(device), "jackpot_top_log_probs": log_probs.to(device)}
 
     def _lists_support(self, batch: Batch) -> bool:
-        """Return whether a batch's lists have all tokens that could have been sampled, and more than one a position."""
+        """Return whether the sampler chose by top_k among 2 or more tokens, and the batch's lists hold all of them."""
         return "jackpot_top_ids" in batch and 1 < (self.args.top_k or 0) <= batch["jackpot_top_ids"].shape[-1]
 
     def _on_support(self, output: Any, heads: Sequence[Head], batch: Batch, tokens: TokenBatch) -> Any:
-        """Renormalize the outputs of heads on the tokens that the sampler's top_k left, if the lists have them all."""
+        """Renormalize outputs of output layers over the tokens that top_k kept; unchanged unless `_lists_support`."""
         return on_support(output, heads, tokens, self.temperature) if self._lists_support(batch) else output
 
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
+        """Compute TRL's loss, whose log-probs `_get_per_token_logps_and_entropies` computes from the same batch."""
         self._loss_batch = inputs
         try:
             return super()._compute_loss(model, inputs)
@@ -424,5 +431,5 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         return self._scores(self._on_support(head, self._head.heads(*hidden), batch, tokens), tokens, with_z)
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:
-        """Return the hidden states of a rollout model that is trained along, [N, H]; here there is no such model."""
+        """Return the hidden states of a jointly trained rollout model, [N, H]; None: this trainer has no such model."""
         return None

@@ -1,10 +1,11 @@
 """TRL's `GRPOTrainer` of a policy, with a smaller model that generates and is trained along (docs/trl.md).
 
-The policy's loss stays TRL's, with a correction of this package (`corrected`). The losses of the rollout model, eqs. 6
-and 7, and its optimizer are ours. The rollout model reads each micro-batch after the policy, whose hidden states are
-caught in TRL's own forward pass, and steps when the policy steps.
+The policy's loss stays TRL's, with a correction of this package (`corrected`). The losses of the rollout model (eqs. 6
+and 7 of arXiv 2602.06107) and its optimizer are ours. The rollout model reads each micro-batch after the policy, whose
+hidden states are caught in TRL's own forward pass, and takes its optimizer step when the policy does.
 
-Shapes: `B` sequences of a micro-batch, `T` completion tokens, `N` of them that the loss has, `H` hidden size; nats.
+Shapes: `B` sequences of a micro-batch, `T` completion tokens, `N` tokens that count in the loss, `H` hidden size;
+log-probs in nats.
 """
 
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ from jackpot.training.objectives import rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 
 _FOLDER, _STATE = "rollout_model", "rollout_model_optimizer"  # folders in a checkpoint of TRL's
-_CHECKED_AT_ONCE = 2**20  # tokens, more than a check of an engine reads
+_CHECKED_AT_ONCE = 2**20  # tokens of a micro-batch; no check of an engine reads so many
 LOSSES = {  # by TRL's loss_type: how the rollout model's loss is averaged
     "grpo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
@@ -115,7 +116,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         self._policy_states: tuple[Batch, Tensor] | None = (
             None  # the last micro-batch, and the policy's states [B, T, H]
         )
-        self._generated_by = Version(0, 0)
+        self._generated_by = Version(0, 0)  # steps of both models when the newest training batch was generated
 
         super().__init__(**arguments, rollout_func=self._writers, correction=correction)
         refuse_processes(self)
@@ -128,6 +129,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         path = self._settings.path
         check_same_tokenizer(self.processing_class, load_tokenizer(path))
         self.rollout_model = load_model(path, torch.float32, self.accelerator.device)
+        # Both output layers must have the same rows: those that TRL's loss reads of the policy's.
         cut_head(self.rollout_model, self._head.policy.out_features)
         if (rows := output_layer(self.rollout_model).out_features) < self._head.policy.out_features:
             raise ModelError(
@@ -162,11 +164,13 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         return self._config.uses_rollout_model(max(self._writers.iteration, 1))
 
     def _generate_and_score_completions(self, inputs: list[Batch]) -> Batch:
+        """Generate a batch as the base class does; in training, first note how many steps the models have taken."""
         if self.model.training:
             self._generated_by = self.version
         return super()._generate_and_score_completions(inputs)
 
     def _columns(self, batch: Batch, lists: Any) -> dict[str, Tensor]:
+        """Return the base class's columns and, if both models generate, which completions the policy generated."""
         columns = super()._columns(batch, lists)
         if not self._config.is_mixed:
             return columns
@@ -177,13 +181,14 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         return columns | {"jackpot_by_policy": by_policy}
 
     def _columns_of_scores(self, scores: OldLogProbs) -> dict[str, Tensor]:
+        """Return the base class's columns and the rollout model's log-probs before the update."""
         columns = super()._columns_of_scores(scores)
         return columns | {"jackpot_rollout_model_old": scores.rollout_model_old_log_probs}
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:
         """Return the hidden states of the rollout model, [N, H]; None once the run has no more use for the model.
 
-        The model completes the top-k lists, from which Z is estimated, of tokens that its current weights sampled.
+        For tokens that its current weights sampled, these states complete the top-k lists that Z is estimated from.
         """
         return response_hidden(self.rollout_model, tokens) if self._runs_both else None
 
@@ -200,12 +205,13 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does.
 
-        The engines get their weights anew, as a second run counts its steps from 0 again.
+        The engines get their weights anew, as a second call counts the optimizer steps from 0 again.
         """
         self._writers.forget()
         return super().train(*args, **kwargs)
 
     def _load_best_model(self) -> None:
+        """Load the best policy as TRL does; the engines then get their weights anew."""
         super()._load_best_model()
         self._writers.forget()
 
@@ -226,6 +232,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         return loss
 
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
+        """Compute the policy's loss; keep its hidden states for the distillation in `_rollout_model_backward`."""
         if not (self.model.training and self._rollout_objective and self._runs_both):
             return super()._compute_loss(model, inputs)
 
@@ -264,7 +271,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         return metrics | self._distances(tokens, scores)
 
     def _distances(self, tokens: TokenBatch, scores: TokenScores) -> Sums:
-        """Measure how far apart the current policy and rollout model are."""
+        """Measure on a micro-batch how far apart the current policy and rollout model are, as means over its tokens."""
         mask = tokens.response_mask
         by_rollout_model = split_by_model(mask, tokens.by_policy).get("_by_rollout_model", mask)
         accepted = acceptance(tokens.rollout_log_probs, scores.log_probs.detach(), self._objective.correction.lam)
@@ -313,6 +320,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
             self.processing_class.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the policy's optimizer as TRL does, and the rollout model's in `rollout_model_optimizer/`."""
         super()._save_optimizer_and_scheduler(output_dir)
         if not (self.args.should_save and self._rollout_optimizer):
             return
@@ -325,6 +333,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         torch.save(state | {"optimizer": self._rollout_optimizer.state_dict()}, folder / "state.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the policy's optimizer as TRL does, then the rollout model and its optimizer from the checkpoint."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
@@ -362,7 +371,7 @@ def _run_settings(
     """Return the settings of TRL's trainer as those of a run of ours, as far as engines and checks read them.
 
     Args:
-        arguments: of TRL's trainer, by name.
+        arguments: the arguments of TRL's trainer, by name.
 
     Returns:
         The settings of the run, and among them those of the rollout model.

@@ -10,25 +10,26 @@ from jackpot.adapters.trl.base import Batch, TRLTrainer
 from jackpot.core.errors import ConfigError
 from jackpot.objectives.joint import PolicyObjective
 
-_UNMERGED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")  # settings of peft's LoRA
+# LoRA settings of peft with which an adapter cannot be merged into the model's weights.
+_UNMERGED = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
 _IMAGES = "models that read images are not supported; give a model of text and its tokenizer"
 _OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that weight all tokens of a response alike
 
 
 def _refuse(reasons: Mapping[str, object]) -> None:
-    """Raise ConfigError with the first text whose value is true."""
+    """Raise ConfigError with the first error text, a key of `reasons`, whose condition, the value, holds."""
     for why, holds in reasons.items():
         if holds:
             raise ConfigError(why)
 
 
 def has_turns(arguments: Mapping[str, Any]) -> bool:
-    """Return whether tools or environments write between the turns of a model; TRL drops the top-k lists of turns."""
+    """Return whether tools or environments write between a model's turns, of which TRL drops the top-k lists."""
     return bool(arguments.get("tools") or arguments.get("environment_factory"))
 
 
 def refuse_reference(batch: Batch, args: Any) -> None:
-    """Raise ConfigError where TRL compares a policy on the tokens of top_k with a reference on all tokens."""
+    """Raise ConfigError where TRL's KL compares a policy over the top_k tokens with a reference over all tokens."""
     if "ref_per_token_logps" in batch:
         raise ConfigError(
             f"beta is {args.beta} with top_k {args.top_k}: the policy is renormalized on the {args.top_k} tokens that "
@@ -53,8 +54,8 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
     """Raise ConfigError for arguments of TRL's trainer that the correction cannot be combined with.
 
     Args:
-        arguments: of TRL's trainer, by name.
-        name: of the correction.
+        arguments: the arguments of TRL's trainer, by name.
+        name: name of the correction.
     """
     args, rollout_func = arguments.get("args"), arguments.get("rollout_func")
     if args is None or not (args.use_vllm or rollout_func):
@@ -151,7 +152,7 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
     `refuse`.
 
     Args:
-        arguments: of TRL's trainer, by name.
+        arguments: the arguments of TRL's trainer, by name.
     """
     args = arguments.get("args")
     if args is None:
@@ -177,9 +178,9 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_processes(trainer: TRLTrainer) -> None:
-    """Raise ConfigError where a second model cannot be trained in what accelerate has set up.
+    """Raise ConfigError where a second model cannot be trained in the environment that accelerate has set up.
 
-    That is DeepSpeed, another number format than TRL's settings name, or several GPUs in one process.
+    It cannot with DeepSpeed, in another number format than TRL's settings name, or with several GPUs in one process.
     """
     used, named = trainer.accelerator.mixed_precision, "bf16" if trainer.args.bf16 else "no"
     _refuse(

@@ -20,7 +20,7 @@ NUM_TOP = Sampling().num_top_log_probs
 
 
 class EngineRollouts:
-    """A rollout function of TRL by which one of our engines generates, with another model than the one in training.
+    """A rollout function for TRL's trainer: one of our engines generates, with another model than the trained one.
 
     TRL's settings decide the sampling. Seeds are hashed from TRL's seed, the optimizer step, the process and the row of
     the batch, so a resumed run generates the same again.
@@ -41,7 +41,7 @@ class EngineRollouts:
         if is_engine and dtype:
             raise ConfigError(f"dtype is {dtype!r}, but an engine was given, which has its own; leave it out")
         settings = validated(TransformersEngineConfig, {"dtype": dtype} if dtype else {})
-        # A model becomes an engine when TRL first calls for rollouts, as it then knows the device.
+        # From a path the engine is made when TRL first asks for rollouts: only then is the device known.
         self._engine: Engine | tuple[str | Path, TransformersEngineConfig] = model if is_engine else (model, settings)
         self._num_top = num_top_log_probs
         self._names = BatchNames()
@@ -60,10 +60,11 @@ class EngineRollouts:
 
 
 class BatchNames:
-    """The names of a run's generation batches. They are the same in a resumed run, with or without evaluations."""
+    """A counter that names the generation batches of a run; a resumed run gives the same names, evaluations or not."""
 
     def __init__(self) -> None:
-        # By kind of batch: optimizer steps before the newest batch, and its index among those since the last step.
+        # By kind of batch, train or eval: the optimizer steps before the newest batch, and the index of that batch
+        # among the batches since the last step.
         self._newest: dict[str, tuple[int, int]] = {}
 
     def next(self, trainer: TRLTrainer) -> tuple[str, int]:

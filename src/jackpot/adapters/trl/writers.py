@@ -1,7 +1,7 @@
 """The engines of policy and rollout model as one rollout function of TRL's trainer.
 
-Before each generation batch the engines get the current weights, and the digests of what arrived are compared. What an
-engine reports is checked as in a run of ours (`training.guards`).
+Before each generation batch the engines get the current weights, and digests of the weights that arrived are compared
+with those of the weights sent. What an engine reports is checked as in `jackpot train` (`training.guards`).
 """
 
 import logging
@@ -46,20 +46,23 @@ class TwoModelTrainer(TRLTrainer):
 
 
 class TwoModels:
-    """The two models of a trainer of TRL's, with what engines and checks ask of a learner (`Scorer`)."""
+    """The two models of TRL's trainer, with the methods of a learner that engines and `EngineCheck` call (`Scorer`)."""
 
     def __init__(self, trainer: TwoModelTrainer) -> None:
         self._trainer = trainer
 
     @property
     def version(self) -> Version:
+        """Return the number of optimizer steps that each model has taken."""
         return self._trainer.version
 
     @property
     def pads(self) -> bool:
+        """Return whether some model reads padding, so that padding counts as tokens of a micro-batch."""
         return not all(can_pack(self[role]) for role in ("policy", "rollout_model"))
 
     def __getitem__(self, role: Role) -> PreTrainedModel:
+        """Return a model of transformers, with layers of peft where TRL trains an adapter."""
         trainer = self._trainer
         return trainer.rollout_model if role == "rollout_model" else plain_model(_unwrapped(trainer))
 
@@ -97,11 +100,11 @@ class Writers:
     def __init__(self, config: Config, engines: Mapping[Role, Engine]) -> None:
         self._config = config
         self._engines = dict(engines)
-        self._may_draft = config.draft is not None or len(engines) == 2  # two engines of the user's may draft or not
-        self._held_steps: dict[Role, int] = {}  # optimizer steps of the weights in each engine
+        self._may_draft = config.draft is not None or len(engines) == 2  # two engines of the user's: one may draft
+        self._held_steps: dict[Role, int] = {}  # optimizer steps that the weights in each engine have taken
         self._checks: dict[Role, EngineCheck] = {}
         self._names = BatchNames()
-        self.iteration = 0  # of the newest generation batch for training; the first is 1
+        self.iteration = 0  # number of the newest generation batch for training, from 1
         self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
 
     def is_exact(self, role: Role) -> bool:
@@ -113,7 +116,7 @@ class Writers:
         return is_same and not capabilities.quantized and not self._config.sampling.truncated
 
     def forget(self) -> None:
-        """Have every engine get its weights anew, as the weights changed without an optimizer step."""
+        """Have every engine get its weights anew before it generates: the weights changed without an optimizer step."""
         self._held_steps.clear()
 
     def __call__(self, prompts: list[Any], trainer: TwoModelTrainer) -> dict[str, Any]:
@@ -127,7 +130,7 @@ class Writers:
         roles: list[Role] = ["policy"] * len(prompts)
         if trainer.model.training:
             micro_batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps
-            batches = math.ceil(micro_batches / trainer.args.steps_per_generation)  # before the last optimizer step
+            batches = math.ceil(micro_batches / trainer.args.steps_per_generation)  # batches used up by past steps
             self.iteration = batches + index + 1
             roles = self._assign(name, len(prompts), trainer)
             self.by_policy = [role == "policy" for role in roles]
@@ -138,10 +141,10 @@ class Writers:
     def _assign(self, name: str, size: int, trainer: TwoModelTrainer) -> list[Role]:
         """Return the model that generates each completion of this process.
 
-        Groups are counted in the batch of all processes, so that they agree about a group that two of them share.
+        Groups are numbered over the batch of all processes, so that two processes that share a group agree about it.
 
         Args:
-            name: of the generation batch.
+            name: name of the generation batch.
             size: number of completions of this process.
         """
         processes, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
@@ -158,6 +161,7 @@ class Writers:
         metrics = trainer._metrics["train" if trainer.model.training else "eval"]
         by_uid: dict[str, Rollout] = {}
         drafts = "policy" in roles and self._may_draft
+        # The rollout model is first, and used also where it only drafts: it must hold its new weights before it drafts.
         used: list[Role] = [role for role in ("rollout_model", "policy") if role in roles or drafts]
 
         for role in used:
@@ -205,7 +209,7 @@ class Writers:
             if not isinstance(drafter, TransformersEngine | None):
                 raise ConfigError("only an engine of transformers drafts; leave draft out of the policy's engine")
             settings = (role == "policy" and config.evaluation.engine) or config.engine
-            assert isinstance(settings, TransformersEngineConfig)  # `joint` takes no other settings
+            assert isinstance(settings, TransformersEngineConfig)  # `joint._run_settings` refuses all other settings
             self._engines[role] = make_engine(config.model_paths()[role], settings, trainer, drafter)
         return self._engines[role]
 
@@ -222,4 +226,5 @@ class Writers:
 
 
 def _unwrapped(trainer: TwoModelTrainer) -> PreTrainedModel:
+    """Return the policy without the wrappers of accelerate."""
     return trainer.accelerator.unwrap_model(trainer.model)

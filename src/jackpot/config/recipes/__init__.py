@@ -1,4 +1,4 @@
-"""Readers of recipes, which are YAML files of the package or the user's own, and of overrides on the command line.
+"""Reads recipes, which are YAML files of the package or of the user, and overrides from the command line.
 
 Status of recipes for rows of the papers' tables: never run on its target (the papers' models), but with `--tiny`.
 """
@@ -17,7 +17,7 @@ from jackpot.config.published import PublishedRow, RecipeNotes
 from jackpot.config.recipe_names import recipe_names
 from jackpot.core.errors import ConfigError, unknown_name
 
-_FILE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML has it, is ten times as fast
+_FILE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
 
 
 def load_recipe(name: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def recipe_files(name: str) -> list[Path]:
 
 
 def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
-    """Read the files of a recipe and of its bases, in this order."""
+    """Return (path, content) of the file of a recipe, then of each base, the base of the file before."""
     names, chain = [name], [_read(name)]
     while base := chain[-1][1].get("base"):
         if base in names:
@@ -57,6 +57,7 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _read(name: str) -> tuple[Path, dict[str, Any]]:
+    """Read the file of a recipe; return its path and its content, a mapping of settings."""
     is_path = name.endswith((".yaml", ".yml"))
     path = Path(name) if is_path else Path(__file__).parent / f"{name}.yaml"
 
@@ -113,6 +114,7 @@ def check_runnable(name: str, recipe: Mapping[str, Any], arms: Sequence[str | No
 
 
 def _published_rows(notes: RecipeNotes) -> list[PublishedRow]:
+    """Return the rows of all published tables that a recipe repeats."""
     return [row for table in notes.published for row in table.rows]
 
 
@@ -166,7 +168,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Turn `a.b=value` into a nested mapping. The value is read as YAML: `null`, `true`, `3` and `[1, 2]` are not text.
+    """Turn `a.b=value` into a nested mapping. The value is YAML, so `null`, `true`, `3` and `[1, 2]` are not texts.
 
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
@@ -190,6 +192,7 @@ class _Loader(yaml.SafeLoader):
     """A loader of YAML in which 1e-4 is a number; in YAML 1.1 only 1.0e-4 is, and 1e-4 is a string."""
 
 
+# Replace the pattern by which YAML 1.1 recognizes numbers with a point or an exponent.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -2,6 +2,7 @@
 
 // ---- Elements of the rows in view
 
+// Makes the elements of the rows that came into view, and removes those of the rows that left it.
 function render() {
   if (!view.rows) return;
   const count = view.rows.kind.length;
@@ -51,6 +52,7 @@ function makeToken(data, k) {
   return made;
 }
 
+// Colors the element of token k by the chosen quantity.
 function paint(made, k) {
   const data = view.data, mode = COLORINGS[view.coloring], value = data[mode.column][k];
   if (!data.sampled[k] || value === null) { made.style.background = made.style.color = ""; return; }
@@ -63,6 +65,7 @@ function repaint() {
   for (const made of rowsBox.querySelectorAll(".t")) paint(made, Number(made.dataset.k));
 }
 
+// Draws the color scale of the chosen quantity with its numbers, and marks the chosen button.
 function legend() {
   const mode = COLORINGS[view.coloring], theme = DARK.matches ? "dark" : "light", most = view.data.mostAdvantage;
   const ticks = mode.ticks(most), places = ticks.map((value) => mode.place(value, most));
@@ -94,6 +97,7 @@ function colorBy(name) {
 
 // ---- The chosen token
 
+// Marks the element of the chosen token, if it is in view.
 function markCurrent() {
   for (const made of rowsBox.querySelectorAll('[aria-selected="true"]')) if (Number(made.dataset.k) !== view.current) made.setAttribute("aria-selected", "false");
   const made = at(`t${view.current}`);
@@ -101,12 +105,14 @@ function markCurrent() {
   else list.removeAttribute("aria-activedescendant");
 }
 
+// Returns the row that token k is in.
 function rowOf(k) {
   const { kind, from, to } = view.rows, place = view.place[view.data.responseOf[k]];
   for (let row = view.firstRow[place]; row < kind.length && kind[row] !== GAP; row++) if (kind[row] === TEXT && k >= from[row] && k < to[row]) return row;
   return view.firstRow[place];
 }
 
+// Chooses token k, or none if k is -1; after a key, the list scrolls to the token.
 function setCurrent(k, isKey = true) {
   view.current = k;
   view.hovered = -1;
@@ -122,11 +128,13 @@ function setCurrent(k, isKey = true) {
   remember({ token: k < 0 ? "" : `${r}.${k - view.data.starts[r]}` });
 }
 
+// Returns the first token of the first response from `place` on that has any; -1 if there is none.
 function firstToken(place) {
   for (let p = place; p >= 0 && p < view.order.length; p++) if (view.data.lengths[view.order[p]]) return view.data.starts[view.order[p]];
   return -1;
 }
 
+// Chooses the first token of the next response, or of the one before.
 function stepResponse(by) {
   if (!view.order.length) return;
   const here = view.current < 0 ? (by > 0 ? -1 : 1) : view.place[view.data.responseOf[view.current]];
@@ -154,6 +162,7 @@ function isRejected(k) { return view.data.sampled[k] && view.data.accepted[k] ==
 
 function chosenRun() { return DATA.tokens.runs[Number(at("run").value)] || DATA.tokens.runs[0]; }
 
+// Lists the iterations of the chosen run, and chooses the wanted one, else the last.
 function fillIterations(wanted) {
   const run = chosenRun();
   at("iteration").replaceChildren(...run.iterations.map((one) => new Option(`${one.iteration}${one.best ? " (best)" : ""}`, one.pack)));

@@ -9,6 +9,7 @@ const packs = new Map(); // unpacked packs, the newest last
 const view = { data: null, raw: null, words: null, order: [], rows: null, drawn: new Map(), current: -1, hovered: -1,
   coloring: "acceptance" };
 
+// Returns the content of a pack; at most 12 packs stay unpacked.
 async function unpacked(name) {
   if (!packs.has(name)) packs.set(name, unpack(name).then(JSON.parse));
   if (packs.size > 12) packs.delete(packs.keys().next().value);
@@ -19,6 +20,7 @@ async function unpacked(name) {
 
 const SIGNS = { "\n": "⏎", "\t": "⇥", "\r": "␍", " ": "·" };
 
+// Returns a token's text with visible signs for white space and control characters.
 function shown(text) {
   if (text === "") return "∅";
   if (/^\s+$/.test(text)) return [...text].map((one) => SIGNS[one] || "·").join("");
@@ -32,6 +34,7 @@ function cells(text) { // counts character cells; wide characters take two
   return count;
 }
 
+// Returns the text of a token id in all its forms, and its width in character cells.
 function word(id) {
   if (!view.words.has(id)) {
     const raw = view.raw[id] ?? `#${id}`, text = shown(raw);
@@ -42,6 +45,7 @@ function word(id) {
 
 // ---- Data of one saved iteration
 
+// Adds to the columns of an iteration, once, what the rows need: where each response starts, and facts about each.
 function prepared(data) {
   if (data.starts) return data;
   const count = data.lengths.length, starts = new Int32Array(count + 1);
@@ -73,6 +77,7 @@ function rejectedShare(data, r) { return data.rejectedCount[r] / Math.max(1, dat
 
 // ---- Choice and order of the responses
 
+// Sets view.order, the responses that pass the filters in the chosen order, and view.place, their indices there.
 function choose() {
   const data = view.data, verdict = at("verdict").value, text = at("text").value.toLowerCase();
   const least = at("least").value === "" ? -Infinity : Number(at("least").value);
@@ -119,6 +124,7 @@ function headingWidth() {
   return (text) => pen.measureText(text).width + space;
 }
 
+// Returns the width of a character cell in pixels.
 function cellWidth() {
   const probe = element("span", "t", "0".repeat(100));
   rowsBox.append(probe);
@@ -127,6 +133,7 @@ function cellWidth() {
   return width || 8;
 }
 
+// Divides the chosen responses into rows that fit the window, and stores the rows in view.rows, column by column.
 function layRows() {
   const data = view.data, width = rowsBox.clientWidth - 4, cell = cellWidth(), wideOf = headingWidth(), kind = [], response = [], from = [], to = [];
   const add = (...row) => [kind, response, from, to].forEach((column, i) => column.push(row[i]));

@@ -40,6 +40,7 @@ function ink() {
     { front: "#4a4e56", line: "#ececea", limit: "#9a3d00", card: "#ffffff" };
 }
 
+// Returns plotly's layout of a chart: axes, fonts and guides.
 function layout(item) {
   const { front, line, limit, card } = ink();
   const axis = (label, log) => ({ title: { text: label, font: { size: 11 }, standoff: 6 }, type: log ? "log" : "linear",
@@ -106,6 +107,7 @@ function lighter(color) {
   return `#${[1, 3, 5].map((at) => Math.round(parseInt(color.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0")).join("")}`;
 }
 
+// Returns plotly's traces of a chart: first the bands, then the lines over them.
 function traces(item) {
   const bands = [], lines = [], toned = (color) => (DARK.matches ? lighter(color) : color);
   const modes = { line: "lines", points: "markers", both: "lines+markers" };
@@ -145,6 +147,7 @@ function swatch(color, dash) {
   return made;
 }
 
+// Makes the figure of a table; columns of numbers are aligned to the right.
 function table(item) {
   const made = element("figure", "table"), body = element("table", item.columns.length > 3 ? "wide" : "");
   const scroll = element("div", "scroll");
@@ -176,6 +179,7 @@ function table(item) {
   return made;
 }
 
+// Makes the figure of a chart, with a legend unless the buttons of the arms name all its lines; `seen` draws it later.
 function chart(item) {
   const made = element("figure", item.kind), place = element("div", "plot");
   place.item = item;
@@ -197,11 +201,13 @@ function chart(item) {
   return made;
 }
 
+// Returns the name and the color of each arm.
 function groups() {
   const series = DATA.sections.flatMap((section) => section.items).flatMap((item) => item.series || []);
   return [...new Map(series.filter((one) => one.group && one.dash === "solid").map((one) => [one.group, one.color]))];
 }
 
+// Makes the buttons that show or hide an arm in all charts.
 function groupButtons() {
   const box = document.getElementById("groups");
   box.hidden = GROUPS.length < 2;
@@ -270,6 +276,7 @@ function followReading() {
   if (all.length) mark();
 }
 
+// Shows only the charts and tables whose title contains what the reader types.
 function findCharts() {
   const input = document.getElementById("wanted");
   const show = () => {

@@ -84,7 +84,7 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
     From the first iteration of the first run that trains, it also estimates the time that all runs take.
     """
     shown: dict[str, int] = {}  # iteration of the newest evaluation that was printed, by the name of the run
-    waiting = runs  # runs that had not ended when the time was estimated; 0 after that
+    waiting = runs  # runs that have not ended; 0 once the time has been estimated
 
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
         nonlocal waiting

@@ -18,7 +18,7 @@ with lazy():
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingGroup:
-    """The settings that are shown together: a block with all that is in it, or those of one command."""
+    """A group of settings that are shown together: all settings of a block, or the own settings of one command."""
 
     title: str
     meaning: str

@@ -17,6 +17,7 @@ with lazy():
 
 
 def _require_slurm(is_asked: bool) -> bool:
+    """Refuse a command line without --slurm."""
     if not is_asked:
         raise ConfigError(
             "jackpot launch prints a batch script for a scheduler: add --slurm. torchrun and Ray need no such script "
@@ -61,7 +62,7 @@ def launch(
 
     text = cluster.script(job, [recipe, *(["--arm", arm] if arm else []), *changes], str(folder))
 
-    # the ranks will place the engines and check the start as well; an error shall come before the job waits
+    # The ranks check the start again when the job begins; here an error comes before the job waits in the queue.
     placed = processes.place_engines(config, nodes * job.ranks, gpus > 0, job.ranks)
     checks.check_start(placed, placed.model_paths(), nodes * job.ranks)
 

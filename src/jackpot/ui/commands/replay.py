@@ -21,8 +21,8 @@ with lazy():
     from jackpot.ui import results as saving
     from jackpot.ui.views import replay as views
 
-_LARGE = 5.0  # MB of saved rollouts; for more, the speed is printed before
-_MOST_REWARDS = 20  # rewards that differ and have a line of their own
+_LARGE = 5.0  # MB of saved rollouts; before more are read, the command prints how fast it reads
+_MOST_REWARDS = 20  # most changed rewards that are printed, each on a line
 
 
 def replay(

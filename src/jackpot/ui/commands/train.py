@@ -46,7 +46,8 @@ _FACTS = {  # name on the screen: metric and its format
     "KL": ("mismatch/kl_rollout_policy", "{:.4f}"),
     "tokens/s": ("speed/tokens_per_second", "{:,.0f}"),
 }
-_REWARD_FACTS = {  # in place of accuracies, if the task has no verdict; lines above the bars have these names alone
+# In place of the accuracies of `_FACTS`, if the task has no verdict. Lines above the bars show these names only.
+_REWARD_FACTS = {
     "policy": ("eval/policy_reward", "{:.3f}"),
     "rollout model": ("eval/rollout_model_reward", "{:.3f}"),
 }
@@ -132,7 +133,8 @@ def _show_dry_run(
     needs = _plan(console, config, planned, folder, ranks)
 
     words = " ".join(map(quote, [recipe, *(["--arm", arm] if arm else []), *overrides]))
-    commands = {f"jackpot train {words} --tiny": "try it here with small models"}  # not in --run, the full run's
+    # The trial does not get --run, which names the folder of the full run.
+    commands = {f"jackpot train {words} --tiny": "try it here with small models"}
     commands |= dict.fromkeys(starting.downloads(config), "first, once: what is on the hub alone")
     if process.size == process.local_size:  # on several machines, the same command without --dry-run trains
         commands |= _training_commands(console, config, typed, ranks, needs, required)
@@ -210,6 +212,7 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
     """Train a run, with its progress on the screen, and print the result."""
 
     def begin(iteration: int) -> None:
+        """Say so if the run in the folder was finished before."""
         if iteration == config.iterations:
             print_line(
                 console,

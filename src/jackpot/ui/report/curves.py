@@ -16,12 +16,13 @@ from jackpot.ui.report.metric_layout import LAYOUT, LOGARITHMIC, CombinedChart, 
 from jackpot.ui.report.runs import Arm
 
 _SIGNS = {"positive": "advantage above 0", "negative": "advantage below 0"}
+# A metric of the tokens at some positions, such as base_at_4-15, or of one sign of the advantage, base_positive.
 _FAMILY = re.compile(r"(?P<base>.+?)_(at_(?P<band>\d+(-\d+|-up)?)|(?P<sign>positive|negative))")
 _NOT_METRICS = {"iteration", "time"}
 
 
 def metric_sections(arms: Sequence[Arm], named: Collection[str] = ()) -> list[Section]:
-    """Return the sections of the layout for which the runs have metrics, and one that lists the empty metrics.
+    """Return the sections of the layout for which the runs have metrics, and one that lists metrics without a number.
 
     Args:
         named: metrics that the findings of `diagnose` name; a section with one of them is not folded.
@@ -67,21 +68,22 @@ class _ChartMaker:
         return self._combined_chart(entry) if isinstance(entry, CombinedChart) else self._metric_charts(entry)
 
     def is_broken(self, metric: str) -> bool:
-        """Return whether a value of any run is beyond a limit that all runs share, and no setting explains it."""
+        """Return whether a metric is beyond a limit that all runs share in any run whose settings do not explain it."""
         return any(guide.is_broken for guide in self._limits(metric)[0])
 
     def _limits(self, metric: str) -> tuple[list[Guide], str]:
-        """Return the limits of a metric that are the same for every run, and sentences on whether its values keep them.
+        """Return a metric's limits that are the same for every run, and sentences on whether the values keep to them.
 
-        They are judged by all values of all runs, of which a drawn line may leave out some. A limit counts as broken if
-        a value is beyond it and the settings of its run do not explain that.
+        All values of all runs are judged, also those that a thinned line leaves out. A limit counts as broken if a
+        value is beyond it and the settings of the value's run do not explain that.
         """
         runs = [run for arm in self._arms for run in arm.runs]
         values = [(run.config, value) for run in runs for line in run.lines if (value := line.get(metric)) is not None]
 
         guides, sentences = [], []
+        # Only rules about the metric itself, not those about its ratio to another metric.
         for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
-            limits = [
+            limits = [  # (text, limit, the sign that `value - limit` has beyond the limit)
                 (f"{side} {limit:g}", limit, sign)
                 for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
                 if isinstance(limit, float) and math.isfinite(limit)
@@ -134,13 +136,14 @@ class _ChartMaker:
         return index % len(COLORS) + variant * len(COLORS), index // len(COLORS)
 
     def _first_of(self, entry: FirstOf) -> Iterator[Chart]:
+        """Yield the chart of one metric of an entry: a `kl_metric` of the runs, else the first that the runs have."""
         metrics = [metric for metric in entry.metrics if metric in self._metrics]
         for metric in sorted(metrics, key=lambda metric: metric not in self._kl_metrics)[:1]:
             self.drawn.add(metric)
             yield self._chart(metric, self._series(metric), [metric])
 
     def _metric_charts(self, pattern: str) -> Iterator[Chart]:
-        """Yield the charts of every metric whose base name matches a pattern, without those drawn before."""
+        """Yield charts of the metrics not drawn yet whose name, without position or sign, matches a pattern."""
         families: dict[str, dict[str, str]] = {}  # base name: suffix, such as positive or 4-15, or "": metric
         for metric in self._metrics:
             match = _FAMILY.fullmatch(metric)
@@ -183,18 +186,19 @@ class _ChartMaker:
         return self._chart(title, drawn, list(labels), note)
 
     def _combined_chart(self, entry: CombinedChart) -> Iterator[Chart]:
+        """Yield the one chart of an entry, if the runs have all of its metrics."""
         if entry.metrics.keys() <= set(self._metrics):
             # a metric with limits gets a chart of its own too, which shows them
             self.drawn |= {metric for metric in entry.metrics if not self._limits(metric)[0]}
             yield self._together(entry.title, entry.metrics, entry.note)
 
     def _by_position(self, base: str, bands: Mapping[str, str]) -> Iterator[Chart]:
-        """Yield a chart of the bands for each arm, and one of all arms' newest values over the position.
+        """Yield charts of a metric by token position: one for each arm over iterations, one of the newest values.
 
         Args:
-            bands: the metric of each band of positions.
+            bands: the metric of each band of positions, such as 4-15.
         """
-        newest = []
+        newest = []  # for each arm its newest values over the positions
         for arm_index, arm in enumerate(self._arms):
             lines = {band: self._lines[metric][arm_index] for band, metric in bands.items()}
             lines = {band: line for band, line in lines.items() if line.numbers}
@@ -221,6 +225,7 @@ class _ChartMaker:
 
 
 def _arm_line(arm: Arm, metric: str) -> MeanLine:
+    """Return the line of a metric over the runs of an arm."""
     return mean_line([run.lines for run in arm.runs], metric)
 
 
@@ -244,5 +249,5 @@ def _start(band: str) -> int:
 
 
 def _newest(line: MeanLine) -> float:
-    """Return the mean over the newest tenth of the iterations that have a number."""
+    """Return the mean of a line over the newest tenth of the iterations where it has a number."""
     return fmean(line.numbers[-max(1, len(line.numbers) // 10) :])

@@ -63,7 +63,7 @@ def inspector_data(
         The data of the inspector, and a sentence about each file that cannot be read.
     """
     packing = _Packing(max_tokens)
-    carried: dict[int, dict[str, Any]] = {}  # by the run's index
+    carried: dict[int, dict[str, Any]] = {}  # what the page says of each run with packed tokens, by the run's index
     by_size = sorted(range(len(runs)), key=lambda index: sum(saved.tokens for saved in runs[index][1]))
 
     for done, index in enumerate(by_size):  # short runs first: the others get the tokens that these do not need
@@ -81,7 +81,7 @@ def inspector_data(
 
 
 class _Packing:
-    """The packs of a page and the room for more."""
+    """The packs of rollouts that a page carries, and the room that is left for more."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -92,7 +92,7 @@ class _Packing:
     def add(
         self, files: Sequence[RolloutFile], share: int, words: TokenTexts, best: int | None
     ) -> list[dict[str, Any]]:
-        """Pack about `share` tokens of a run; return the counts of each packed iteration.
+        """Pack about `share` tokens of a run; return for each packed iteration how much of it the pack has.
 
         Args:
             words: gets the ids and texts of the packed tokens.
@@ -133,12 +133,15 @@ class _Packing:
         return sorted(iterations, key=lambda iteration: iteration["iteration"])
 
     def _longest_response(self) -> float:
-        """Return up to how many tokens the first response of a run is packed; the first of the page has no limit."""
+        """Return the length, tokens, up to which a run's first response is packed even beyond the run's share.
+
+        The first response of the page has no limit, unless the page has no room at all.
+        """
         return self.room if self.packs or not self.room else math.inf
 
 
 def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]:
-    """Return as many files, evenly spaced from the first to the last, as have room for `FEW` typical responses each.
+    """Return as many files, evenly spaced from first to last, as there is room for with `FEW` typical responses each.
 
     If not even two files have that room: the first and the last if one response of each has room, else the last.
 
@@ -155,7 +158,7 @@ def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]
 
 
 def with_best(chosen: list[RolloutFile], files: Sequence[RolloutFile], best: int | None) -> list[RolloutFile]:
-    """Return the chosen files, in which that of iteration `best` replaces the nearest one between the two ends."""
+    """Return the chosen files, where the file of iteration `best` replaces the nearest one between the two ends."""
     best_file = next((saved for saved in files if saved.iteration == best), None)
     if best_file is None or best_file in chosen or len(chosen) < 3:
         return chosen
@@ -250,7 +253,7 @@ def _lengths(table: pa.Table) -> list[int]:
 
 
 def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
-    """Return the first `TOP` entries of each token's top-k list as flat columns, their count and K."""
+    """Return the first `TOP` entries of each token's top-k list as flat columns, with their number per token and K."""
     ids = _matrix(flat_column(table, f"{model}_top_ids"))[:, :TOP].astype(np.int64)
     log_probs = _matrix(flat_column(table, f"{model}_top_log_probs"))
     words.add_needed(ids)

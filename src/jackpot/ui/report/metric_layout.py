@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FirstOf:
-    """An entry for one chart: that of the first of these metrics that the runs have.
+    """An entry for one chart, of the first of several metrics that the runs have.
 
     The chart has no curves by sign or position. A metric that is `kl_metric` of a run comes before the others.
     """
@@ -25,7 +25,7 @@ class CombinedChart:
     note: str = ""
 
 
-# a text is a regular expression: each metric whose whole name matches it gets its charts, by sign and position too
+# A text is a regular expression: each metric whose whole name matches gets a chart, and charts by sign and position.
 Entry = str | FirstOf | CombinedChart
 
 
@@ -201,4 +201,5 @@ LAYOUT = (
     LayoutSection("Everything else", "Metrics that no other section names.", (r".*",), is_folded=True),
 )
 
+# Metrics that are drawn on a logarithmic axis.
 LOGARITHMIC = r".*(ratio_max|ratio_p[\d.]+|weight_max|grad_norm|engine_gap(_max)?|z_bound_width|log_ratio_variance)"

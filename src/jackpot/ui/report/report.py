@@ -1,4 +1,4 @@
-"""Writes the page about runs.
+"""Writes the page of `jackpot report`: findings, charts of every metric, and saved tokens of runs.
 
 Status: supported.
 """
@@ -58,7 +58,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
 
     saved_by_run = []
     for run in (run for arm in arms for run in arm.runs):
-        saved_files, bad = list_rollout_files(run.folder)
+        saved_files, bad = list_rollout_files(run.folder)  # bad: a sentence about each file that cannot be read
         saved_by_run.append((run, saved_files))
         unreadable += bad
     tokens, bad = inspector_data(saved_by_run, max_tokens)
@@ -67,6 +67,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     arm_diagnoses = diagnoses(arms)
     summary = summary_section(arms, arm_diagnoses, unreadable, tokens.left_out)
     findings = (finding for _, diagnosis in arm_diagnoses for finding in diagnosis.findings)
+    # A finding about a ratio names two metrics, `a / b`.
     named = {metric for finding in findings for metric in finding.metric.split(" / ")}
 
     sections = metric_sections(arms, named)

@@ -16,16 +16,16 @@ from jackpot.config.config import Config
 from jackpot.core.errors import DataError
 from jackpot.training.run_folder.folder import RunFolder, is_evaluation, run_config
 
-_NOT_OF_THE_ARM = ("seed", "threads", "description")
+_NOT_OF_THE_ARM = ("seed", "threads", "description")  # settings in which the runs of an arm may differ
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+")
-_MISSING = "(none)"
+_MISSING = "(none)"  # text for a setting that a run does not have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """A run: its settings, metrics and events."""
 
-    name: str  # path of the folder below the folder that contains all runs
+    name: str  # path of the run's folder, relative to the folder that contains all runs
     folder: Path
     config: Config
     lines: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
@@ -46,7 +46,7 @@ class Arm:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the run folders among `paths` and, at any depth, inside those that are not run folders, each once.
+    """Return the run folders among `paths` and, at any depth, inside those paths that are no run folders; each once.
 
     Raises:
         DataError: a path contains neither a run nor an evaluation, or there are evaluations only.
@@ -61,7 +61,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def find_evaluations(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of `jackpot eval` among `paths` and inside those that are not run folders."""
+    """Return the folders of `jackpot eval` among `paths` and inside those paths that are no run folders."""
     return list(filter(is_evaluation, _folders(paths)))
 
 
@@ -80,6 +80,7 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def _has_config(folder: Path) -> bool:
+    """Return whether a folder is that of a run or an evaluation."""
     return (folder / "config.yaml").is_file()
 
 
@@ -136,7 +137,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
-    """Return the settings that are not equal in all groups: key and the value of each group as text."""
+    """Return the settings that differ between groups of runs: by key, the value in each group as text."""
     settings_of = [settings(group[0].config) for group in groups]
     differing_settings = {}
     for key in dict.fromkeys(key for group_settings in settings_of for key in group_settings):
@@ -147,22 +148,25 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
 
 
 def _common_name(group: Sequence[Run]) -> str:
+    """Return the name of an arm's first run without the seed; if nothing is left, that of the folder above."""
     names = list(dict.fromkeys(_SEED.sub("", run.name).strip("-_./") for run in group))
     return names[0] or group[0].folder.parent.name or "run"
 
 
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return a distinct name for each arm: that of its folders, with settings that differ or a number if need be."""
+    """Return a distinct name for each arm: that of its folders, and where arms share it, settings that differ."""
     folder_names = [_common_name(group) for group in groups]
     names = list(folder_names)
     for name in dict.fromkeys(folder_names):
         indices = [index for index, folder_name in enumerate(folder_names) if folder_name == name]
-        if len(indices) > 1:
+        if len(indices) > 1:  # these arms share a name: add up to three settings in which they differ
             settings_by_key = list(differing([groups[index] for index in indices]).items())[:3]
             for column, index in enumerate(indices):
                 names[index] = f"{name} ({', '.join(f'{key}={values[column]}' for key, values in settings_by_key)})"
+    # Names that are still equal get a number.
     return [name if names.index(name) == index else f"{name} #{index + 1}" for index, name in enumerate(names)]
 
 
 def _text(value: Any) -> str:
+    """Return the value of a setting as text."""
     return value if isinstance(value, str) else json.dumps(value)

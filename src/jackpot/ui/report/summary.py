@@ -12,7 +12,7 @@ from jackpot.ui.numbers import evaluated
 from jackpot.ui.report.runs import Arm, Run, differing
 
 _NOTHING = "-"
-_RESULTS = (
+_RESULTS = (  # columns of the table of runs
     *("run", "arm", "seed", "iterations", "policy before", "policy after"),
     *("rollout model before", "rollout model after", "verdict"),
 )
@@ -66,6 +66,7 @@ def summary_section(
 
 
 def _intro(arms: Sequence[Arm]) -> str:
+    """Say how many runs and arms the report has, and how its lines were made."""
     runs = [run for arm in arms for run in arm.runs]
     sentences = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
     if any(len(arm.runs) > 1 for arm in arms):
@@ -81,6 +82,7 @@ def _intro(arms: Sequence[Arm]) -> str:
 
 
 def _count(count: int, noun: str) -> str:
+    """Format a count with its noun: 1 run, 2 runs."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -111,11 +113,13 @@ def _results(runs: Sequence[tuple[Arm, Run]], run_diagnoses: Sequence[Diagnosis]
 
 
 def _before_after(run: Run, role: str) -> tuple[str, str]:
+    """Format a model's accuracy or mean reward at a run's first and newest evaluation."""
     values = [text for line in run.lines if (text := evaluated(line, role))]
     return (values[0], values[-1]) if values else (_NOTHING, _NOTHING)
 
 
 def _findings(run_diagnoses: Sequence[tuple[Run, Diagnosis]]) -> Table:
+    """Return a table of all findings of `diagnose` about the runs."""
     rows = [(run.name, *_finding_cells(finding)) for run, diagnosis in run_diagnoses for finding in diagnosis.findings]
     return Table(
         title="Findings, causes before their symptoms",
@@ -125,6 +129,7 @@ def _findings(run_diagnoses: Sequence[tuple[Run, Diagnosis]]) -> Table:
 
 
 def _finding_cells(finding: Finding) -> tuple[str, ...]:
+    """Format a finding as the cells of its row, without the run."""
     return (
         finding.metric,
         str(finding.since),
@@ -137,6 +142,7 @@ def _finding_cells(finding: Finding) -> tuple[str, ...]:
 
 
 def _settings(arms: Sequence[Arm]) -> Table:
+    """Return a table of the settings that differ between arms, a column for each arm."""
     rows = differing([arm.runs for arm in arms])
     return Table(
         title="Settings that differ",
@@ -146,6 +152,7 @@ def _settings(arms: Sequence[Arm]) -> Table:
 
 
 def _events(runs: Sequence[Run]) -> Table:
+    """Return a table with a row for each kind of event of each run: how often it happened, and the newest."""
     rows = []
     for run in runs:
         counts = Counter(event["event"] for event in run.events)

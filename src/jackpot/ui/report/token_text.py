@@ -1,7 +1,7 @@
 """Turns token ids into readable text.
 
-Saved rollouts contain the text of their own tokens; that of a token which is only in a top-k list comes from the
-tokenizer's file, if that is on this machine.
+Saved rollouts contain the text of their own tokens. The text of a token that is only in a top-k list comes from the
+tokenizer's file, if this file is on the machine.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from jackpot.core.errors import ModelError
 from jackpot.models.hub import resolve_path
 
 _FILE = "tokenizer.json"
-_MARKS_OF_BYTES = ("Ġ", "Ċ")  # space and newline of tokenizers that represent every byte by a letter
+_MARKS_OF_BYTES = ("Ġ", "Ċ")  # letters of a space and a newline, where every byte is represented by a letter
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level tokenizers
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # in byte-level tokenizers
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class TokenTexts:
 
 
 def texts_of(words: TokenTexts, run: Path, config: Config) -> dict[str, str]:
-    """Return the text of every id of a run's page, by the id as text; the unknown text of id 17 becomes `#17`."""
+    """Return the text of every token id that a run's page shows, by the id as a string; id 17 without text is `#17`."""
     raw = dict(words.raw)
     missing = words.needed - raw.keys()
     if missing and (path := _tokenizer_file(run, config)):

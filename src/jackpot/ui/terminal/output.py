@@ -66,7 +66,7 @@ def print_lines(console: Console, texts: Iterable[str], head: str = "") -> None:
 
 
 def labelled(lines: Mapping[str, str]) -> str:
-    """Return the texts below each other, each after its label, aligned."""
+    """Return the texts as lines, each after its label, with all texts beginning in one column."""
     width = max(map(len, lines)) + 1
     return "\n".join(f"{label + ':':<{width}} {text}" for label, text in lines.items())
 

@@ -18,7 +18,7 @@ from jackpot.models.load import load_config
 from jackpot.models.published import is_from_table
 from jackpot.ui.terminal.output import print_lines, show_table
 
-GB = 1e9  # bytes; GPUs are sold in these, not in GiB
+GB = 1e9  # bytes; the memory of GPUs is given in GB, not GiB
 _COLUMNS = ("GPUs", "GB each", "hours", "rollout", "train", "eval", "rollout share", "on policy", "saved")
 
 
@@ -81,6 +81,7 @@ def _peak(memory: MemoryPlan) -> str:
 
 
 def _bytes(count: int) -> str:
+    """Format a number of bytes in GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -101,7 +102,7 @@ def _engine(config: Config) -> str:
 
 
 def _processes(config: Config) -> str:
-    """Say how many processes train, those that torchrun started or Ray will start, and how many more have engines."""
+    """Say how many processes train, as torchrun started or Ray will start them, and how many more generate."""
     placement = config.placement
     ranks = process_rank().size
     shared = ", on the ranks' GPUs, asleep while these train" if config.shares_gpus else ""
@@ -120,7 +121,7 @@ def _processes(config: Config) -> str:
 
 def _precision(engine: EngineConfig) -> str:
     """Name an engine and the precision of its weights, linear layers and cache."""
-    settings = engine.model_dump()  # engines have different ones
+    settings = engine.model_dump()  # a mapping, as not every engine has all of the settings below
     labels = {"head_dtype": "output layer in", "quantization": "linear layers", "kv_cache_dtype": "keys and values"}
     facts = [f"{engine.name} in {engine.dtype}"]
     facts += [f"{label} {settings[name]}" for name, label in labels.items() if settings.get(name)]
@@ -165,7 +166,7 @@ def _trained(config: Config, sizes: Mapping[Role, ModelSize]) -> str:
 
 
 def show_needs(console: Console, config: Config, estimate: CostEstimate) -> None:
-    """Print the memory of each GPU and the hours of the run for several machines, and what both assume."""
+    """Print the memory of each GPU and the hours of the run for several machines, with the assumptions behind both."""
     names = [_name(row) for row in estimate.rows]
     machines = estimate.rows if _name(estimate.stated) in names else (estimate.stated, *estimate.rows)
     rows = [(_name(row), *_cells(row, is_on_policy(config))) for row in machines]
@@ -179,6 +180,7 @@ def is_on_policy(config: Config) -> bool:
 
 
 def _name(row: MachineEstimate) -> str:
+    """Name a machine by the number and kind of its GPUs: 4 H100."""
     return f"{row.shard.gpus} {row.kind}"
 
 
@@ -195,6 +197,7 @@ def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
 
 
 def _hours(hours: float) -> str:
+    """Format hours, with a digit behind the point below 100."""
     return f"{hours:.1f}" if hours < 100 else f"{hours:,.0f}"
 
 
@@ -256,6 +259,7 @@ def unpriced(config: Config) -> list[str]:
 
 def _costs(config: Config, estimate: CostEstimate) -> list[str]:
     """Say what the run costs compared with a run of the policy alone: rollout FLOPs, all FLOPs, and hours."""
+    # The first machine on which the run fits: the recipe's own, if it does.
     row = next((row for row in (estimate.stated, *estimate.rows) if row.hours), None)
     if row is None or row.hours is None or row.alone is None:
         return []
@@ -285,7 +289,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
 
 
 def show_tiny(console: Console, tiny: TinyRun) -> None:
-    """Print every setting that `--tiny` replaces, and the source of its problems."""
+    """Print every setting that `--tiny` replaces, and the source of the tiny run's problems."""
     title = (
         "--tiny: small models with random weights and few problems, to see that every part of the recipe runs here. "
         "Its numbers mean nothing. It changes"
@@ -296,6 +300,7 @@ def show_tiny(console: Console, tiny: TinyRun) -> None:
 
 
 def _text(value: object) -> str:
+    """Format the value of a setting for the table of `--tiny`."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     return "null" if value is None else str(value)

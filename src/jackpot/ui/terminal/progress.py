@@ -22,7 +22,7 @@ def progress(console: Console) -> Iterator["Counts"]:
     with counts.live if console.is_terminal else nullcontext(), listening(counts.stage):
         yield counts
         if console.is_terminal:
-            counts.stage("")  # the last frame stays on the screen
+            counts.stage("")  # without a stage, as the last frame stays on the screen
 
 
 @contextmanager
@@ -116,11 +116,13 @@ class Counts:
             print_line(self._console, text)
 
     def _frame(self) -> Group:
+        """Return what the bottom of the terminal shows: bars, then the newest facts, then the stage."""
         below = ("  ".join(f"{name} {value}" for name, value in self._facts.items()), self._stage)
         return Group(self._bars, *(plain(text, style="dim") for text in below if text))
 
 
 def _line(count: str, facts: Mapping[str, str]) -> str:
+    """Join a count such as `iteration 3/20` and its facts to a line of text."""
     return "  ".join([count, *(f"{fact} {value}" for fact, value in facts.items())])
 
 

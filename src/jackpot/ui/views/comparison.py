@@ -11,7 +11,7 @@ from jackpot.ui.charts import Chart, Guide, Section, Series, Table, arm_color_in
 from jackpot.ui.error_bars import describe_error_bars, error_bars
 from jackpot.ui.numbers import amount, measured, with_error
 
-_MOST_PAIRS = 3  # arms that the verdict compares with the highest one, the baseline first; the table has all
+_MOST_PAIRS = 3  # most arms, the baseline first, that the verdict compares with the highest arm; the table has all arms
 
 
 def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
@@ -26,7 +26,8 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def comparison_verdict(comparison: Comparison) -> dict[str, str]:
-    """Return lines by their labels: the highest arm, and whether it is surely above the baseline and the next ones."""
+    """Return the lines of the verdict by label: the highest arm, and how surely it is above baseline and next arms."""
+    # The baseline, then the other arms from the highest to the lowest.
     rows = sorted(comparison.rows, key=lambda row: (row.arm != comparison.baseline, -row.after.mean))
     best = next(row for row in rows if row.arm == comparison.best)
     compared = [row.arm for row in rows if row is not best][:_MOST_PAIRS]
@@ -41,6 +42,7 @@ def comparison_verdict(comparison: Comparison) -> dict[str, str]:
 
 
 def _seeds(count: int) -> str:
+    """Format a number of seeds: 1 seed, 2 seeds."""
     return f"{count} seed{'s' * (count > 1)}"
 
 
@@ -58,6 +60,7 @@ def _cheapest(comparison: Comparison) -> dict[str, str]:
     reference = comparison.baseline if comparison.baseline in arms[1:] else arms[1]
 
     def share(cost: str) -> float:
+        """Return a cost of the cheapest arm, an attribute of `ArmRow.cost`, as a share of the reference arm's."""
         return getattr(costs[cheapest], cost) / getattr(costs[reference], cost)
 
     goal = measured(comparison.accuracy, comparison.measure)
@@ -74,7 +77,8 @@ def _pair(best: str, arm: str, difference: Difference, scale: float, form: str) 
         return f"{text} (1 seed, no interval): cannot tell"
 
     count = difference.seeds
-    errors = student_t(count - 1) if count > 1 else 2.0  # the error of a single seed is that over problems
+    # Half the interval in standard errors. A single seed's standard error is that over problems.
+    errors = student_t(count - 1) if count > 1 else 2.0
     half = scale * difference.error * errors
     conclusion = f"significant, on {difference.higher} of {count}" if abs(mean) > half else "not significant"
     return f"{text} (95 % CI {mean - half:+{form}} to {mean + half:+{form}}, {_seeds(count)}): {conclusion}"
@@ -87,6 +91,7 @@ _NOTHING_ROSE = (
 
 
 def _accuracies(comparison: Comparison) -> Table:
+    """Return a table of each arm's accuracy or mean reward when it has spent the budget."""
     measure = comparison.measure
     quantity = "Percent of answers that are right" if measure == "accuracy" else "Mean reward of responses"
 
@@ -120,6 +125,7 @@ def _accuracies(comparison: Comparison) -> Table:
 
 
 def _costs(comparison: Comparison, accuracy: float) -> Table:
+    """Return a table of each arm's cost until its policy reaches an accuracy or mean reward."""
     goal = measured(accuracy, comparison.measure)
     is_accuracy = comparison.measure == "accuracy"
     costs = {row.arm: row.cost for row in comparison.rows if row.cost}
@@ -143,6 +149,7 @@ def _costs(comparison: Comparison, accuracy: float) -> Table:
 
 
 def _troubles(row: ArmRow) -> list[str]:
+    """Return sentences about the runs of an arm that collapsed or ended before the budget."""
     short = f"{row.short} of {len(row.seeds)} runs ended before the budget; raise iterations"
     return [f"collapsed, {sentence}" for sentence in row.collapsed] + ([short] if row.short else [])
 
@@ -160,8 +167,9 @@ def difference_cells(difference: Difference | None, measure: Measure = "accuracy
     return text, f"{difference.higher} of {difference.seeds}"
 
 
+# The costs that charts have on their x axis, with the axis label; a cost is an attribute of EvaluationPoint.
 _COST_AXES = {"sequences": UNITS["sequences"], "flops": UNITS["flops"], "cpu_seconds": "CPU seconds of training"}
-_Quantity = Callable[[EvaluationPoint], float | None]
+_Quantity = Callable[[EvaluationPoint], float | None]  # reads from an evaluation what a chart has on its y axis
 
 
 def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tuple[Chart, ...]:
@@ -206,6 +214,7 @@ def _chart(
     label: str,
     guides: tuple[Guide, ...],
 ) -> Chart:
+    """Return a chart with a line for each arm: a quantity of its evaluations over a cost, whose axis has `label`."""
     runs_of: dict[str, list[RunSummary]] = {}
     for run in runs:
         runs_of.setdefault(run.arm, []).append(run)
@@ -216,9 +225,9 @@ def _chart(
 
 
 def _series(arm: str, color_index: int, runs: Sequence[RunSummary], quantity: _Quantity, cost: str) -> Series:
-    """Return a line through the evaluations: the mean of a quantity over the runs, above the mean of their costs."""
+    """Return an arm's line: at each evaluation the mean of a quantity over the runs, over the mean of their costs."""
     completed = [run.last.iteration for run in runs if run.collapse is None]
-    end = min(completed) if completed else max(run.last.iteration for run in runs)  # later, some seed is missing
+    end = min(completed) if completed else max(run.last.iteration for run in runs)  # after it some seed is missing
     iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})
 
     def costs(run: RunSummary) -> list[float | None]:
@@ -227,6 +236,7 @@ def _series(arm: str, color_index: int, runs: Sequence[RunSummary], quantity: _Q
         return [spent.get(iteration) for iteration in iterations]
 
     def values(run: RunSummary) -> list[float | None]:
+        """Return the quantity of a run at each iteration; None where the run has no evaluation."""
         points = (_point_at(run, iteration) for iteration in iterations)
         return [point and quantity(point) for point in points]
 

@@ -19,7 +19,7 @@ with lazy():
 
 
 def diagnose_dump(path: Path, as_json: bool) -> None:
-    """Print what is wrong with saved rollouts of another trainer; the command then ends with code 1."""
+    """Print what is wrong with saved rollouts of another trainer; if anything is, end the program with code 1."""
     result = replaying.replay(path, names=["none"])
     findings = results.dump_findings(result)
     if as_json:

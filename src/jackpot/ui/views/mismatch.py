@@ -14,6 +14,7 @@ from jackpot.ui.charts import DASHED, GRAY, Chart, Guide, Section, Series, Table
 from jackpot.ui.numbers import format_number
 
 _SMALLEST = 1e-16  # smallest value on a logarithmic axis
+# The rows of the first table: label, and the function that formats a pair's cell.
 _ROWS: tuple[tuple[str, Callable[[MismatchPair], str]], ...] = (
     ("responses", lambda pair: f"{pair.numbers.responses:,}"),
     ("tokens", lambda pair: f"{pair.numbers.tokens:,}"),
@@ -51,11 +52,12 @@ def estimated(value: Estimate | None) -> str:
 
 
 def _share(value: Estimate | None) -> str:
+    """Format a share in percent; an unknown share becomes `-`."""
     return "-" if value is None else f"{value.value:.3%}"
 
 
 def _bounds(bounds: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
-    """Format a lower and an upper bound; of an exact value both are equal, and one is shown."""
+    """Format the lower and the upper bound of a value; of an exact value, whose bounds are equal, only one."""
     if bounds is None:
         return "-"
     lower, upper = map(estimated, bounds)
@@ -93,6 +95,7 @@ def _over_pairs(
 
 
 def _response_section(pairs: Sequence[MismatchPair]) -> Section:
+    """Return the section with all numbers of each pair, the verdicts, and charts over responses."""
     table = Table(
         title=_shared_sides(pairs),
         columns=("p of the sampler, q of the learner", *(pair.name for pair in pairs)),
@@ -150,7 +153,10 @@ def _exactness(pairs: Sequence[MismatchPair]) -> str:
 
 
 def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
+    """Return charts of |p - q| in each response: the largest, the mean, and the largest against the length."""
+
     def ranks(pair: MismatchPair) -> list[float]:
+        """Return for each response, from the worst on, the share of responses that are as bad or worse."""
         return [(rank + 1) / pair.numbers.responses for rank in range(pair.numbers.responses)]
 
     def largest_gaps(pair: MismatchPair) -> list[float]:
@@ -191,6 +197,7 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
 
 
 def _token_section(pairs: Sequence[MismatchPair]) -> Section:
+    """Return the section with charts and tables of single tokens, by position and by entropy."""
     by_position = _band_charts(pairs, "position", "position in the response")
     by_entropy = _band_charts(pairs, "entropy", "entropy, nats")
     several = len(pairs) > 1
@@ -205,6 +212,7 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
 
 
 def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
+    """Return a chart with a point for each of some tokens, p on the x axis and q on the y axis."""
     clouds = tuple(
         Series(
             name=pair.name,
@@ -233,6 +241,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
         return ()
 
     def line(index: int, pair: MismatchPair, estimate: Callable[[TokenBand], Estimate]) -> Series:
+        """Return a pair's line: an estimate for each band, with one standard error to both sides."""
         means = {band.name: estimate(band) for band in pair.numbers.bands.get(kind, ())}
 
         def shifted(errors: float) -> Sequence[float | None]:
@@ -253,6 +262,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
     is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
 
     def chart(title: str, y_label: str, estimate: Callable[[TokenBand], Estimate]) -> Chart:
+        """Return a chart of an estimate over the bands, with a line for each pair."""
         return Chart(
             title=title,
             x_label=label,
@@ -274,6 +284,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
 
 
 def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
+    """Return a chart of the quantiles of log q/p over tokens, a line for each pair."""
     names = tuple(pairs[0].numbers.quantiles)
 
     def logs(pair: MismatchPair) -> list[float]:
@@ -294,6 +305,7 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
 
 
 def _band_tables(pair: MismatchPair, suffix: str) -> tuple[Table, ...]:
+    """Return a table for each kind of bands of tokens, position and entropy; their titles end with `suffix`."""
     return tuple(
         Table(
             title=f"By {kind}{suffix}",

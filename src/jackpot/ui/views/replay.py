@@ -13,7 +13,7 @@ from jackpot.ui.views.advice import generation_tables, judged_table
 _OWN_MARK = " *"  # after the name of the correction that the run trains with
 _NOTHING = 1e-4  # largest share of rejected tokens that counts as no rejection
 _NAMES_IN_ROW = 2  # most names of corrections with equal results in one row; further names are counted
-_Columns = tuple[tuple[str, Callable[[CorrectionResult], str]], ...]  # head, and the text of a result's cell
+_Columns = tuple[tuple[str, Callable[[CorrectionResult], str]], ...]  # head, and how a result's cell is formatted
 _Row = tuple[str, CorrectionResult]  # names of corrections with equal results, and that result
 _SAMPLED: _Columns = (
     ("rejected", lambda result: f"{1.0 - result.accepted:.1%}"),
@@ -87,7 +87,7 @@ def facts(result: ReplayResult) -> Table:
     tokens = Mean.named(metrics, "total_variation").count
     quantiles = ", ".join(f"{ratio_quantile(metrics, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
     divergences = ", ".join(format_number(value(f"mismatch/kl_{name}"), ".4f") for name in ("k1", "k3"))
-    clips = [correction.setting.objective for correction in result.corrections[:1]]  # all corrections have the same
+    clips = [correction.setting.objective for correction in result.corrections[:1]]  # the same for all corrections
 
     rows = [
         ("responses, tokens", f"{int(value('responses')):,}, {int(tokens):,}"),
@@ -112,6 +112,7 @@ def facts(result: ReplayResult) -> Table:
 
 
 def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Table:
+    """Return a table with a row for each distinct result, named after its corrections."""
     return Table(
         title=title,
         columns=("correction", *(name for name, _ in columns)),
@@ -121,7 +122,7 @@ def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Ta
 
 
 def _rejections(rows: Sequence[_Row]) -> list[Table]:
-    """Return a table of the share of tokens that each correction rejects, by position and entropy, if any does."""
+    """Return a table of the shares of tokens that corrections reject, by position and entropy; none if none rejects."""
     distinct: dict[tuple[float, ...], _Row] = {}  # of corrections that reject the same tokens only the first
     for names, correction in rows:
         if correction.accepted < 1.0 - _NOTHING:
@@ -131,6 +132,7 @@ def _rejections(rows: Sequence[_Row]) -> list[Table]:
         return []
 
     def cell(correction: CorrectionResult, band: str) -> str:
+        """Format the share of a band's tokens that a correction rejects; empty if there is no such token."""
         return f"{correction.rejected_by_band[band]:.1%}" if band in correction.rejected_by_band else ""
 
     rejecting = distinct.values()
@@ -153,7 +155,7 @@ def _rows(results: Sequence[CorrectionResult]) -> list[_Row]:
     rows = []
     for group in groups.values():
         names = [result.label + (_OWN_MARK if result.is_own else "") for result in group]
-        names.sort(key=lambda name: not name.endswith(_OWN_MARK))
+        names.sort(key=lambda name: not name.endswith(_OWN_MARK))  # the run's own correction first
         further = len(names) - _NAMES_IN_ROW
         rows.append((", ".join(names[:_NAMES_IN_ROW]) + (f", {further} more" if further > 0 else ""), group[0]))
     return rows
