@@ -24,6 +24,7 @@ from jackpot.rollout.tasks.data import (
     PromptSize,
     RowCounts,
     find_sources,
+    longest,
 )
 from jackpot.rollout.tasks.rows import DataRow
 from jackpot.rollout.tasks.templates import Template
@@ -161,7 +162,7 @@ def make_benchmark(
 ) -> Math:
     """Make a task whose one split, test, is the problems of a source; `reward_fn` as in `Math`.
 
-    No problem is left out for its length, since published numbers are about all problems. For the same reason the
+    No problem is left out for its tokens, since published numbers are about all problems. For the same reason the
     verifier decides what is right in a named benchmark, where the settings have no verdict, whatever the rewards are.
 
     Raises:
@@ -187,7 +188,7 @@ def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None
     left_out = {
         "have no answer": counts["without_answer"],
         f"have an answer of more than {MAX_ANSWER_LENGTH:,} characters": counts["long_answer"],
-        f"are longer than {limit} tokens": counts["too_long"],
+        f"are longer than {longest(limit)}": counts["too_long"],
     }
     if reasons := " and ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count):
         _log.warning("%s: of %s rows %s; %s are left", source, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")
