@@ -4,9 +4,11 @@ import ast
 import gzip
 import json
 import os
+import random
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -29,7 +31,8 @@ from helpers.texts import text_tokenizer
 from jackpot.analysis.diagnose.saved import read_saved
 from jackpot.analysis.replay.formats import find_format
 from jackpot.analysis.replay.formats.base import read_files
-from jackpot.config.tasks import AnswersConfig, DataConfig
+from jackpot.config.tasks import AnswersConfig, ColumnsConfig, DataConfig
+from jackpot.core import foreign
 from jackpot.core.errors import JackpotError
 from jackpot.core.messages import pack, unpack
 from jackpot.models.load import eos_token_ids, load_meta_model, load_model, load_tokenizer
@@ -38,7 +41,7 @@ from jackpot.rollout.tasks.templates import Template
 from jackpot.training.run_folder.checkpoint import Checkpoints
 from jackpot.training.run_folder.environment import Environment
 from jackpot.training.run_folder.folder import RunFolder, run_config
-from jackpot.training.run_folder.saved_rollouts import list_rollout_files
+from jackpot.training.run_folder.saved_rollouts import list_rollout_files, read_columns
 
 SECONDS, MEMORY = 60, 2 * 2**30  # of one reader, on a machine that others use too; bytes beyond those of the tests
 
@@ -205,6 +208,57 @@ def test_a_file_that_expands_beyond_all_text_is_refused(tmp_path: Path) -> None:
         assert "times its size" in said or "more than 67,108,864 bytes" in said
 
 
+def repeated(path: Path, text: str, rows: int, schema_version: str = "1") -> Path:
+    """Write a table whose rows repeat one text, which the file has once, after a row that is short."""
+    table = pa.table({"problem": ["1+1?", *[text] * rows], "answer": ["1"] * (rows + 1)})
+    table = table.replace_schema_metadata({"schema_version": schema_version})
+    pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=2**30)
+    return path
+
+
+@pytest.mark.parametrize("columns", [None, ["answer", "problem"]], ids=["all", "some"])
+def test_batches_of_a_table_are_as_large_as_its_rows_allow(
+    columns: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "LARGEST_BATCH", 2**20)
+    path = repeated(tmp_path / "a.parquet", "x" * 300_000, 20)
+    batches = list(foreign.table_batches(path, columns))
+    assert [len(batch) for batch in batches] == [3] * 7
+    assert max(batch.nbytes for batch in batches) < 2**20
+
+    pq.write_table(pa.table({"problem": ["1+1?"] * 600}), tmp_path / "b.parquet")
+    assert [len(batch) for batch in foreign.table_batches(tmp_path / "b.parquet")] == [256, 256, 88]
+
+
+def test_a_table_of_many_numbers_is_refused_by_its_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = pa.ListArray.from_arrays(pa.array([0, 9_000_000], pa.int32()), pa.nulls(9_000_000, pa.int64()).fill_null(0))
+    pq.write_table(pa.table({"problem": ["p"], "answer": ["1"], "z": zeros}), tmp_path / "a.parquet")
+    monkeypatch.delattr(pq.ParquetFile, "iter_batches")
+    assert "times its size" in refused(lambda: rows_of(tmp_path / "a.parquet"))
+
+
+@pytest.mark.slow
+def test_large_rows_of_a_table_are_read_one_by_one(tmp_path: Path) -> None:
+    text = random.Random(0).randbytes(10_000_000).hex()
+    path = repeated(tmp_path / "a.parquet", text, 64)
+    with limits():
+        assert sum(1 for _ in find_source(DataConfig(source=str(path)), "train").records()) == 65
+
+
+def test_a_letter_before_megabytes_is_read_at_once(tmp_path: Path) -> None:
+    (path := tmp_path / "a.jsonl").write_text(json.dumps({"problem": "p", "answer": "(A) " * 2_500_000}) + "\n")
+    begin = time.process_time()
+    assert [len(row.answers[0]) for row in rows_of(path, name="letter")] == [9_999_999]
+    assert time.process_time() - begin < 1.5
+
+
+def test_an_answer_of_5000_digits_is_no_option(tmp_path: Path) -> None:
+    row = {"problem": "p", "answer": "9" * 5000, "options": ["a", "b"]}
+    (path := tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    source = DataConfig(source=str(path), columns=ColumnsConfig(options=["options"]))
+    assert "is none of the 2 options" in refused(lambda: list(find_source(source, "train").rows()))
+
+
 def test_a_pipe_is_no_data(tmp_path: Path) -> None:
     put_pipe(tmp_path / "a.jsonl")
     assert "a.jsonl" in refused(lambda: rows_of(tmp_path / "a.jsonl"))
@@ -302,6 +356,15 @@ def test_the_best_checkpoint_lies_in_its_run(stranger: Path, tmp_path: Path) -> 
     (tmp_path / "elsewhere").mkdir()
     put_link(stranger / "checkpoints" / "best", str(tmp_path / "elsewhere"))
     assert Checkpoints(stranger / "checkpoints", 2).best() is None
+
+
+def test_saved_rollouts_that_expand_beyond_all_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    repeated(tmp_path / "rollouts" / "iteration-000001.parquet", "x" * 2_000_000, 40)
+    (file,), _ = list_rollout_files(tmp_path)
+    assert "expands to more than 2,000 times its size" in refused(lambda: read_columns(file, ["problem"]))
+    assert refused(lambda: read_columns(file, ["problem"])) == refused(lambda: read_columns(file))
+    assert read_columns(file, ["answer"]).column_names == ["answer"]
 
 
 # Messages

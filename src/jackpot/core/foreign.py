@@ -6,6 +6,8 @@ A refused file raises an OSError or a ValueError, as a damaged file does, so tha
 import json
 import os
 import stat
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +15,8 @@ LARGEST_TEXT = 256 * 2**20  # most bytes of a file, or of a line, that is parsed
 ALWAYS_EXPANDED = 64 * 2**20  # bytes that any compressed file may expand to, however small it is
 MOST_EXPANSION = 100  # bytes that each byte of a larger compressed file may expand to; text expands to 3 to 30
 MOST_REPETITION = 2_000  # MOST_EXPANSION of a table, whose columns store a value once that stands in many rows
+MOST_ROWS = 256  # rows of a table that are read at once
+LARGEST_BATCH = 128 * 2**20  # bytes of the rows that are read at once, unless one row takes more
 
 
 class ForeignFileError(OSError):
@@ -100,3 +104,39 @@ class Expansion:
             raise ForeignFileError(
                 f"{self._path} expands to more than {self._times:,} times its size, which honest data does not"
             )
+
+
+def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """Yield the rows of a parquet file as `pyarrow.RecordBatch`es of at most MOST_ROWS rows and LARGEST_BATCH bytes.
+
+    A row that takes more bytes is a batch of its own.
+
+    Args:
+        path: the parquet file.
+        columns: names of the columns to read, as far as the file has them; None: all.
+
+    Raises:
+        ForeignFileError: as of `open_foreign`, or all rows take more than MOST_REPETITION times the file's size.
+        pyarrow.ArrowException, OSError: the file is damaged.
+    """
+    from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]  # the rest of this module does without it
+
+    file = parquet.ParquetFile(check_foreign(path))
+    footer = file.metadata
+    paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
+    encoded = parquet.ParquetFile(path, read_dictionary=paths)  # has each text once, however many rows repeat it
+    stored, yielded = (Expansion(path, MOST_REPETITION) for _ in range(2))
+
+    for index in range(footer.num_row_groups):
+        group = footer.row_group(index)
+        chunks = [group.column(column) for column in range(group.num_columns)]
+        size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
+        stored.add(size)
+
+        # A row's text is at most a whole dictionary, which comes with any row; where each row has its own, the mean.
+        texts = sum(row.nbytes for row in islice(encoded.iter_batches(1, [index], columns), 1))
+        largest = max(texts, size // max(group.num_rows, 1), 1)
+
+        for batch in file.iter_batches(min(MOST_ROWS, max(LARGEST_BATCH // largest, 1)), [index], columns):
+            yielded.add(batch.nbytes)
+            yield batch

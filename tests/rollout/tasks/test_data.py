@@ -239,7 +239,7 @@ def test_text_in_parquet_that_is_not_utf8_is_found(tmp_path):
     texts = [b"ok"] * 1500 + [b"gr\xfc\xdf"]
     column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"problem": column, "answer": ["1"] * 1501}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet row 1473 .*'utf-8' codec.* of which 64 rows are read at once"):
+    with pytest.raises(DataError, match=r"a\.parquet row 1281 .*'utf-8' codec.* of which up to 256 rows are read"):
         rows(tmp_path / "a.parquet")
 
 

@@ -51,6 +51,24 @@ def test_rows_with_an_answer_too_long_to_verify_are_counted(tmp_path):
         Problems(source(write_problems(tmp_path / "none.jsonl", ["x" * 2_001])), all_fit, LIMIT)
 
 
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_a_huge_problem_is_left_out_before_it_is_tokenized(limit, tmp_path):
+    path = write_problems(tmp_path / "some.jsonl", [1, 2, 3], problem=["x" * 1_000_001, "x" * 1_000_000, "1+1?"])
+    measured = []
+
+    def measure(rows):
+        measured.extend(len(row.problem) for row in rows)
+        return all_fit(rows)
+
+    found = Problems(source(path), measure, limit)
+    assert measured == [1_000_000, 4] and found.counts == RowCounts(rows=3, too_long=1)
+
+    path = write_problems(tmp_path / "none.jsonl", [1], problem=["x" * 10_000_000])
+    what = "100 tokens" if limit else "1,000,000 characters"
+    with pytest.raises(DataError, match=f"1 have a prompt of more than {what}"):
+        Problems(source(path), all_fit, limit)
+
+
 def test_ids_that_are_there_twice_are_refused_with_both_rows(tmp_path):
     path = write_problems(tmp_path / "a.jsonl", [1, 2, 3], id=["x", "y", "x"])
     with pytest.raises(DataError) as error:

@@ -26,6 +26,7 @@ from jackpot.rollout.tasks.rows import SUFFIXES, DataRow, Record, find_files, ki
 DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
 HUB = "hub:"  # prefix of a source on the hub
 COLUMN_SAMPLE = 100  # number of first rows in which a column is looked for, since one row of JSON may lack it
+LONGEST_PROBLEM = 1_000_000  # characters, also where tokens have no limit: a tokenizer takes a second for so many
 _BATCH = 256  # number of rows that are filtered together
 # Names of the counts of rows: all rows that were read; rows left out, by reason; and rows that are kept although the
 # verifier cannot read the answer, or although the tokenizer has no tokens for a part of the prompt.
@@ -207,7 +208,8 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
         answered = [row for row in batch if row.answers]
         readable = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
         verifiable = [row for row in readable if row.answers]
-        with_sizes = zip(verifiable, measure(verifiable), strict=True)
+        short = [row for row in verifiable if len(str(row.problem)) <= LONGEST_PROBLEM]
+        with_sizes = zip(short, measure(short), strict=True)
         usable = [(row, size) for row, size in with_sizes if limit is None or size.tokens <= limit]
 
         counts.update(
@@ -232,9 +234,14 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
         raise DataError(
             f"{source.name}: no problem is left of {counts['rows']} rows: {counts['without_answer']} have no answer "
             f"(see columns.answer and answers), {counts['long_answer']} have an answer of more than "
-            f"{MAX_ANSWER_LENGTH:,} characters, {counts['too_long']} have a prompt of more than {limit} tokens (see "
+            f"{MAX_ANSWER_LENGTH:,} characters, {counts['too_long']} have a prompt of more than {longest(limit)} (see "
             f"max_prompt_tokens, and what sampling.max_new_tokens leaves of the context)"
         )
+
+
+def longest(limit: int | None) -> str:
+    """Say how long a prompt may be: its most tokens, or its most characters where tokens have no `limit`."""
+    return f"{LONGEST_PROBLEM:,} characters" if limit is None else f"{limit} tokens"
 
 
 def _is_verifiable(answer: str) -> bool:

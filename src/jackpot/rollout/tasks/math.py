@@ -25,6 +25,7 @@ from jackpot.rollout.tasks.data import (
     PromptSize,
     RowCounts,
     find_sources,
+    longest,
 )
 from jackpot.rollout.tasks.rows import DataRow
 from jackpot.rollout.tasks.templates import Template
@@ -163,7 +164,7 @@ def make_benchmark(
 ) -> Math:
     """Make a task that has only a test split, with the problems of one source; `reward_fn` as in `Math`.
 
-    No problem is left out for its length, since published results are about all problems. So that results can be
+    No problem is left out for its tokens, since published results are about all problems. So that results can be
     compared with those, the verifier decides which responses to a named benchmark are right, unless `settings.verdict`
     says otherwise.
 
@@ -190,7 +191,7 @@ def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None
     left_out = {
         "have no answer": counts["without_answer"],
         f"have an answer of more than {MAX_ANSWER_LENGTH:,} characters": counts["long_answer"],
-        f"are longer than {limit} tokens": counts["too_long"],
+        f"are longer than {longest(limit)}": counts["too_long"],
     }
     if reasons := " and ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count):
         _log.warning("%s: of %s rows %s; %s are left", source, f"{counts['rows']:,}", reasons, f"{counts.kept:,}")

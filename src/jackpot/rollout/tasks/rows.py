@@ -16,11 +16,9 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-from pyarrow import parquet
-
 from jackpot.config.tasks import ROW_NUMBER, AnswersConfig, DataConfig
 from jackpot.core.errors import DataError, first_line
-from jackpot.core.foreign import MOST_EXPANSION, MOST_REPETITION, Expansion, open_foreign
+from jackpot.core.foreign import MOST_ROWS, Expansion, open_foreign, table_batches
 from jackpot.core.package import install
 from jackpot.rollout.rewards.verifier.choices import choice, letter_choice
 from jackpot.rollout.rewards.verifier.extract import hashed_answer
@@ -30,7 +28,6 @@ GZIP = ".gz"
 _SPLIT = re.compile(
     r"(?<![a-zA-Z])(train|training|test|testing|validation|valid|val|dev|eval)(?![a-zA-Z])", re.IGNORECASE
 )
-_BATCH = 64  # rows of parquet that are read at once
 LARGEST_JSON = 2**31  # largest size of a .json file, bytes; .jsonl, with one row a line, has no such limit
 LONGEST_LINE = 64 * 2**20  # longest line of a file with one row a line, bytes
 _LARGEST_NUMBER = 10**300  # largest absolute value of a number that is an answer or an id
@@ -52,9 +49,9 @@ class _OpenFile:
 
     def __init__(self, path: Path, content: Any) -> None:
         """Begin to read `content`, the open file at `path` in binary mode, decompressed if the file is compressed."""
-        self.content = content
+        self.path, self.content = path, content
         self.count = 0  # lines or rows read so far
-        self.expansion = Expansion(path, MOST_REPETITION if path.suffix == ".parquet" else MOST_EXPANSION)
+        self.expansion = Expansion(path)
 
     def lines(self) -> Iterator[str]:
         """Yield every line as text, and count it."""
@@ -99,8 +96,7 @@ def _csv(file: _OpenFile) -> Iterator[Any]:
 
 def _parquet(file: _OpenFile) -> Iterator[Any]:
     """Yield the rows of a parquet file."""
-    for batch in parquet.ParquetFile(file.content).iter_batches(batch_size=_BATCH):
-        file.expansion.add(batch.nbytes)
+    for batch in table_batches(file.path):
         for row in batch.to_pylist():
             yield row
             file.count += 1
@@ -123,7 +119,7 @@ _KINDS = {
         "the names of its columns in the first line, each once, and as many values in every row, those with a comma or "
         "a line break in double quotes, in UTF-8",
     ),
-    ".parquet": _Kind(_parquet, "row", f"a table with text in UTF-8, of which {_BATCH:,} rows are read at once"),
+    ".parquet": _Kind(_parquet, "row", f"a table with UTF-8 text, of which up to {MOST_ROWS:,} rows are read at once"),
 }
 SUFFIXES = tuple(_KINDS)  # the first three may also be followed by `GZIP`
 _LISTED = f"{', '.join(SUFFIXES)} (the first three also with {GZIP})"
@@ -448,7 +444,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
         if not is_integer or labels is not None:
             candidates += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
         indices = [texts.index(text) for texts, text in candidates if texts.count(text) == 1]
-        if labels is None and answer.isdecimal():
+        if labels is None and answer.isdecimal() and len(answer) < 9:  # int() takes 4,300 digits
             indices.append(int(answer))
 
         if not indices or indices[0] >= len(plain):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jackpot.core.errors import DataError
-from jackpot.core.foreign import check_foreign
+from jackpot.core.foreign import check_foreign, table_batches
 
 SCHEMA_VERSION = 1
 _FILE_NAME = re.compile(r"iteration-\d{6,}\.parquet")
@@ -57,9 +57,13 @@ def read_columns(
         UnreadableRollouts: the file is damaged although its footer is intact, lacks a column, or exists no more.
     """
     try:
-        if missing := set(columns or ()) - set(pq.read_schema(check_foreign(file.path)).names):
+        schema = pq.read_schema(check_foreign(file.path))
+        names = schema.names if columns is None else columns
+        if missing := set(names) - set(schema.names):
             raise UnreadableRollouts(_why(file.path, f"it has no column {', '.join(sorted(missing))}"))
-        table = pq.read_table(check_foreign(file.path), columns=columns)
+
+        chosen = pa.schema([schema.field(name) for name in names], schema.metadata)
+        table = pa.Table.from_batches(table_batches(file.path, names), chosen)
     except (OSError, pa.ArrowException) as error:
         raise UnreadableRollouts(_why(file.path, error)) from error
     return table if rows is None else table.take(pa.array(rows, pa.int64()))

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from jackpot.analysis.replay.responses import DamagedRecord
 from jackpot.core.errors import first_line
-from jackpot.core.foreign import LARGEST_TEXT, MOST_REPETITION, Expansion, check_foreign, open_foreign, parse_json
+from jackpot.core.foreign import LARGEST_TEXT, check_foreign, open_foreign, parse_json, table_batches
 
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
 MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding; a small compressed file may claim many more
 _MOST_LISTED = 64  # most numbers for each token in one column of a response: a longer top-k list is refused
-_ROWS = 64  # parquet rows in memory at once
 
 
 def check_size(tokens: int, entries: int) -> None:
@@ -91,10 +89,7 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
     """
     index = 0
     try:
-        expansion = Expansion(path, MOST_REPETITION)
-        batches = pq.ParquetFile(check_foreign(path)).iter_batches(batch_size=_ROWS, columns=columns and list(columns))
-        for batch in batches:
-            expansion.add(batch.nbytes)
+        for batch in table_batches(path, columns):
             for offset in range(len(batch)):
                 row = batch.slice(offset, 1)
 

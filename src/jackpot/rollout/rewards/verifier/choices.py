@@ -59,7 +59,7 @@ def parse_choice(reference: str) -> Choice | None:
 def letter_choice(text: str) -> str | None:
     """Return the reference, such as `(B)`, for a text that names a letter (`B`, `b`, `(B)`, `B. 142`), else None."""
     letter, option = _given(text.strip())
-    return text if parse_choice(text) else choice(letter, option) if letter else None
+    return text if parse_choice(text[:MAX_ANSWER_LENGTH]) else choice(letter, option) if letter else None
 
 
 def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool]) -> bool:
