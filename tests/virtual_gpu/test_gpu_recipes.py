@@ -18,7 +18,7 @@ SITE = ROOT / "tests" / "virtual_gpu" / "site"
 
 
 def train(launcher: list[str], recipe: str, folder: Path, *settings: str, modules: list[str]) -> dict:
-    """Train a recipe with --tiny and return what the run notes of its start; `modules` come first on the module path."""
+    """Train a recipe with --tiny and return what its run notes of the start; `modules` are seen first by imports."""
     paths = [*modules, str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "benchmarks")]
     command = [sys.executable, *launcher, "train", recipe, "--tiny", "threads=1", *settings]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
