@@ -152,8 +152,8 @@ def test_a_block_is_found_with_choices_and_settings_below() -> None:
         ("temperature", "did you mean sampling.temperature, evaluation.sampling.temperature or"),
         ("objective.clip_lo", "did you mean objective.clip_low"),
         ("batch.epochs", "unknown setting 'batch.epochs'; did you mean batch.ppo_epochs, "),
-        ("qqqqq", "unknown setting 'qqqqq'. jackpot config lists all of them"),
-        ("", "unknown setting ''. jackpot config lists all of them"),
+        ("qqqqq", "unknown setting 'qqqqq'. jackpot config --all lists all of them"),
+        ("", "unknown setting ''. jackpot config --all lists all of them"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, message: str) -> None:

@@ -4,9 +4,8 @@ A remedy is read from the error: its part after the last semicolon, of which eac
 its block is typed as it is, in the block that the error begins with, or where the answer to an unknown setting guesses.
 """
 
-import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 import jackpot
+from helpers.refusals import is_provoked, texts_of
 from jackpot.config.build import keys_of
 from jackpot.config.config import Config
 from jackpot.config.processes import place_engines
@@ -147,7 +147,10 @@ REFUSED = [
     *(
         Refused(
             (SERVER, *same),
-            {"set evaluation.engine.urls to other servers": ("evaluation.engine.urls=http://127.0.0.1:2",)},
+            {
+                "set evaluation.engine.urls to other servers": ("evaluation.engine.urls=http://127.0.0.1:2",),
+                "evaluation.engine=transformers": ("-evaluation.engine", "evaluation.engine=transformers"),
+            },
         )
         for same in (
             (OTHER.replace(":2'", ":1/'"),),
@@ -429,32 +432,32 @@ def test_every_refusal_of_settings_stands_in_the_table() -> None:
     """Conflicts of settings, and what a start refuses before it makes anything."""
     said = list(map(message_of, range(len(REFUSED))))
     files = [*(PACKAGE / "config").glob("*.py"), PACKAGE / "launch" / "checks.py"]
-    texts = {text for file in files if file.name not in APART for text in messages(ast.parse(file.read_text()))}
+    texts = texts_of(file for file in files if file.name not in APART)
     assert len(texts) > 60
 
-    def is_provoked(text: str) -> bool:
-        form = ".*".join(map(re.escape, text.split("{}")))
-        return any(re.search(form, one, re.DOTALL) for one in said)
-
-    missing = [text for text in sorted(texts) if not is_provoked(text) and not text.startswith(tuple(NOT_HERE))]
+    unsaid = [text for text in sorted(texts) if not is_provoked(text, said)]
+    missing = [text for text in unsaid if not text.startswith(tuple(NOT_HERE))]
     assert not missing, missing
-    assert all(any(text.startswith(start) and not is_provoked(text) for text in texts) for start in NOT_HERE)
+    assert all(any(text.startswith(start) for text in unsaid) for start in NOT_HERE)
 
 
-def messages(module: ast.Module) -> Iterator[str]:
-    """Yield what a module refuses settings with, {} for what is formatted into it."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from filter(None, map(form_of, node.exc.args[:1]))
-        if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "Conflicts":
-            pairs = [one for one in ast.walk(node) if isinstance(one, ast.Tuple) and len(one.elts) == 2]
-            yield from (form for pair in pairs if (form := form_of(pair.elts[1])) and " " in form)
-
-
-def form_of(node: ast.expr) -> str | None:
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(one.value) if isinstance(one, ast.Constant) else "{}" for one in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+@pytest.mark.parametrize(
+    ("setting", "block"),
+    [("engine.max_model_len=64", "engine"), ("objective.correction.cap=2.0", "objective.correction")],
+)
+def test_a_setting_of_another_choice_says_of_which(
+    setting: str, block: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve("quickstart", None, [setting])
+    command = re.search(r"(jackpot config [\w.]+) says which have it", str(error.value))
+    assert command
+    monkeypatch.setattr("sys.argv", command[1].split())
+    with pytest.raises(SystemExit):
+        main()
+    choice = re.search(rf"with {re.escape(block)}=(\w+)", capsys.readouterr().out)
+    assert choice
+    resolve("quickstart", None, [f"{block}={choice[1]}", "evaluation.engine=transformers", setting])
 
 
 @pytest.mark.parametrize("settings", ["lam=2.0", "objective.lr=1.0"])

@@ -181,7 +181,7 @@ def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch:
     result = jackpot("train", "quickstart", "placement.launcher=ray", cwd=tmp_path)
     command = "pip install -c constraints.txt '.[ray]'"
     assert result.returncode == 2 and f"{command} in a clone of" in result.stderr, result.stderr
-    assert "or start ranks with torchrun" in result.stderr and not list(tmp_path.iterdir())
+    assert "and start ranks with torchrun" in result.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("mode", ["", "disabled"])

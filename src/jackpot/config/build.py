@@ -216,10 +216,14 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
 
     match error["type"]:
         case "extra_forbidden":
-            if similar := [known for known in similar_settings(key, keys_of(kind)) if known != key]:
+            keys = keys_of(kind)
+            names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
+            if key in keys:
+                hint = f"jackpot config {key} says which have it"
+                return f"unknown setting {key!r} of this choice; {hint}. Valid: {', '.join(sorted(names))}"
+            if similar := similar_settings(key, keys):
                 return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
-            names = _valid_keys(location[:-1], settings, kind)
-            return unknown_name("setting", key, [".".join([*location[:-1], name]) for name in names])
+            return unknown_name("setting", key, names)
         case "missing" if is_missing:
             return f"{'.'.join([*location, loc[-1]])}: is missing; it has no default, so set it"
         case "union_tag_invalid" | "literal_error":

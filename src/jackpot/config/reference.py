@@ -157,7 +157,7 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
         if (base := setting.uses[0].same_as) and name.startswith(f"{setting.key}."):
             return find(base + name.removeprefix(setting.key))
 
-    raise ConfigError(f"unknown setting {key!r}{_near(name, list(known))} jackpot config lists all of them")
+    raise ConfigError(f"unknown setting {key!r}{_near(name, list(known))} jackpot config --all lists all of them")
 
 
 def _near(key: str, known: Sequence[str]) -> str:

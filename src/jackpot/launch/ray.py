@@ -303,8 +303,8 @@ def _ray() -> Any:
         if error.name != "ray":
             raise
         raise ConfigError(
-            f"placement.launcher is 'ray', and the package ray is not installed; {install('ray')}, or start ranks with "
-            f"torchrun (docs/distributed.md)"
+            f"placement.launcher is 'ray', and the package ray is not installed; {install('ray')}, or leave "
+            f"placement.launcher out, and start ranks with torchrun (docs/distributed.md)"
         ) from error
     return ray
 
@@ -446,7 +446,7 @@ class _RankGroup:
                     if rank == 0 or outcome != "done":
                         return outcome, result
         except ray.exceptions.RayActorError as error:
-            return RankError.__name__, f"a rank was lost: {str(error).strip().splitlines()[0]}"
+            return RankError.__name__, f"a rank was lost: {errors.first_line(error)}"
         finally:
             for actor in self._actors:
                 ray.kill(actor)

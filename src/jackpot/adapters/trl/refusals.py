@@ -81,9 +81,8 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
                 args.importance_sampling_level == "sequence" and name not in _OF_RESPONSES
             ),
             f"correction {name} needs the top-k of every token, which TRL drops between the turns of tools and "
-            f"environments; use a correction that reads the ratio alone, such as tis, or a rollout_func": (
-                has_turns(arguments) and "z" in objective.correction.reads
-            ),
+            f"environments; use a correction that reads the ratio alone, such as tis, or a rollout_func in their "
+            f"place": (has_turns(arguments) and "z" in objective.correction.reads),
         }
     )
 

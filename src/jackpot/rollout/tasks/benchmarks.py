@@ -113,6 +113,6 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 SETS = (*sorted(BENCHMARKS), "arithmetic", "tool_arithmetic", "sums")  # evaluation sets; the last three need no data
 NO_SET = (  # error of an evaluation for which no benchmark was named
-    f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}, own (the held-out problems of "
-    "the model's run), or the path of a file with problems"
+    f"no benchmark was named; give --benchmarks with one or more of {', '.join(SETS)}, or the path of a file with "
+    "problems"
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jackpot.core.errors import DataError
+from jackpot.core.errors import DataError, first_line
 from jackpot.core.foreign import check_foreign, table_batches
 
 SCHEMA_VERSION = 1
@@ -65,7 +65,7 @@ def read_columns(
         chosen = pa.schema([schema.field(name) for name in names], schema.metadata)
         table = pa.Table.from_batches(table_batches(file.path, names), chosen)
     except (OSError, pa.ArrowException) as error:
-        raise UnreadableRollouts(_why(file.path, error)) from error
+        raise UnreadableRollouts(_why(file.path, first_line(error))) from error
     return table if rows is None else table.take(pa.array(rows, pa.int64()))
 
 
@@ -96,7 +96,7 @@ def open_rollout_file(path: Path) -> RolloutFile:
     except (OSError, pa.ArrowException, ValueError) as error:
         if isinstance(error, UnreadableRollouts):
             raise
-        raise UnreadableRollouts(_why(path, error)) from error
+        raise UnreadableRollouts(_why(path, first_line(error))) from error
 
 
 def thin_rollouts(folder: Path, keep: int) -> None:
@@ -128,6 +128,6 @@ def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
     return max((iteration for iteration in iterations if iteration <= best), default=None)
 
 
-def _why(path: Path, why: object) -> str:
-    """Return a sentence that says which file cannot be read, and the first line of the reason."""
-    return f"{path.parent.parent.name}/rollouts/{path.name} cannot be read and is left out: {str(why).splitlines()[0]}"
+def _why(path: Path, why: str) -> str:
+    """Return a sentence that says which file cannot be read, and why."""
+    return f"{path.parent.parent.name}/rollouts/{path.name} cannot be read and is left out: {why}"

@@ -190,7 +190,8 @@ def _training_commands(
         )
     if required and ranks > 1 and required.count != ranks:
         raise ConfigError(
-            f"--gpus names {required.count} GPUs, and {ranks} ranks train, each on one; name {ranks}, or none"
+            f"--gpus names {required.count} GPUs, and {ranks} ranks train, each on one; name "
+            f"{ranks}x{required.kind}, or none"
         )
 
     machines = starting.machines(config, needs, is_asked=required is not None) if needs else []

@@ -243,7 +243,7 @@ def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
 
 def fitting(estimate: CostEstimate) -> str:
     """Say on how many GPUs of each kind a run fits."""
-    fewest = [f"{count} {kind}" for kind, count in estimate.fewest.items() if count]
+    fewest = [f"{count}x{kind}" for kind, count in estimate.fewest.items() if count]
     return f"It fits on {' or '.join(fewest)}." if fewest else "It fits on none of the numbers of GPUs tried."
 
 
