@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 Job = dict[str, Any]
@@ -118,7 +118,7 @@ def speed(job: Job) -> None:
     fastest({"top 0": lambda: write(0), "top 20": lambda: write(20)})
     if job["engine"] == "vllm":
         parameters = engine._vllm.SamplingParams
-        without = replace(engine._vllm, SamplingParams=lambda seed, **words: parameters(**words))
+        without = SimpleNamespace(**vars(engine._vllm) | {"SamplingParams": lambda seed, **words: parameters(**words)})
         fastest({"top 0, no seeds": lambda: with_names(engine, without, lambda: write(0))})
     engine.close()
 

@@ -372,15 +372,17 @@ class Config(Strict):
                 "engine.quantization=fp8, or leave fp8_backward out",
             ),
         ]
-        for key, engine in engines.items():
-            # `engine` must have the quantization of the precision, and every other engine that of `engine`.
+        for (
+            key,
+            engine,
+        ) in engines.items():  # `engine` has the codes of the precision, all others have those of `engine`
             codes = None if key == "engine" else self.engine.quantization
             conflicts += trained_conflicts(key, engine, self.precision, codes)
         return conflicts
 
     def _conflicts_of_exact_z(self) -> Conflicts:
         """Refuse `normalizer: exact` where training cannot compute the distribution that tokens were sampled from."""
-        correction, model = self.objective.correction, self.rollout_model
+        correction, model, steps = self.objective.correction, self.rollout_model, self.batch.steps_per_iteration
         if not isinstance(correction, ZCorrection) or correction.normalizer != "exact":
             return []
 
@@ -417,10 +419,9 @@ class Config(Strict):
                 "or a frozen rollout model that generates all rollouts",
             ),
             (
-                correction.target == "new" and self.batch.steps_per_iteration > 1 and not stays,
-                f"normalizer 'exact' needs the weights that generated the batch, but with "
-                f"{self.batch.steps_per_iteration} optimizer steps per iteration they have moved on when target 'new' "
-                f"needs them; {', or '.join(remedies)}",
+                correction.target == "new" and steps > 1 and not stays,
+                f"normalizer 'exact' needs the weights that generated the batch, but with {steps} optimizer steps "
+                f"per iteration they have moved on when target 'new' needs them; {', or '.join(remedies)}",
             ),
         ]
 

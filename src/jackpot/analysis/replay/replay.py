@@ -63,8 +63,9 @@ def replay(
     config = ours.config_of(path) if dump.name == "jackpot" else None
     sums, ends = ReplaySums(settings_of(config, names)), EndGaps()
 
-    default = config.sampling.temperature if config else 1.0
-    scorer = PolicyScorer(resolve_model_path(model), temperature or default) if model else None
+    if temperature is None:
+        temperature = config.sampling.temperature if config else 1.0
+    scorer = PolicyScorer(resolve_model_path(model), temperature) if model else None
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
     pairs = _column_pairs(dump, config, scorer)
 

@@ -132,6 +132,7 @@ class QueuedEngine(Engine):
         Raises:
             EngineError: the engine is closed or has failed, or rollouts are in flight.
         """
+        self._check_open()
         if self.capabilities.sleeps and not self._is_asleep:
             self._check_idle()
             self._release()

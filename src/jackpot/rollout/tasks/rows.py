@@ -477,7 +477,7 @@ def _text(value: Any, column: str) -> str | None:
         return None
 
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if is_number and abs(value) < _LARGEST_NUMBER:
+    if is_number and math.isfinite(value) and abs(value) < _LARGEST_NUMBER:
         digits = f"{Decimal(str(value)) or 0:f}"
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
 

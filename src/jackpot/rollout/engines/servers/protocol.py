@@ -119,7 +119,7 @@ def check_log_probs(values: Sequence[float], uid: str) -> None:
 
 
 def check_answer(finish_reason: str, received: Sequence[int], prompt: Sequence[int], uid: str) -> None:
-    """Check that a response was not cut short, and that the server read the prompt that it was sent.
+    """Check that the server read the prompt that it was sent, and that the response was not cut short.
 
     Args:
         received: token ids of the prompt that the answer repeats.
@@ -128,13 +128,13 @@ def check_answer(finish_reason: str, received: Sequence[int], prompt: Sequence[i
         ValueError: the response was cut short.
         EngineError: the server read another prompt.
     """
-    if finish_reason not in _FINISHES:
-        raise ValueError(f"cut short, its finish_reason is {finish_reason!r}")
     if received != list(prompt):
         raise EngineError(
             f"the server read another prompt for {uid} than it was sent: {len(received)} tokens in place of "
             f"{len(prompt)}. Is there something between it and the trainer that changes requests?"
         )
+    if finish_reason not in _FINISHES:
+        raise ValueError(f"cut short, its finish_reason is {finish_reason!r}")
 
 
 def _check_end(
