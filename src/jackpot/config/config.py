@@ -322,7 +322,11 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric of KL(sampler || policy): that of sampled tokens if a rollout engine is quantized."""
+        """Return the name of the metric that shows KL(sampler || policy) best.
+
+        It is the estimate k3 from sampled tokens if an engine that generates rollouts is quantized, else the KL of the
+        two models.
+        """
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
@@ -363,7 +367,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_precision(self) -> Conflicts:
-        """Refuse engines that compute with other codes than training at precision fp8 or int8."""
+        """Refuse engines that are quantized in another way than training is, at precision fp8 or int8."""
         engines = {"engine": self.engine} | self.writing_engines if self.precision in TRAINED_QUANTIZATION else {}
         conflicts = [
             (
@@ -373,9 +377,9 @@ class Config(Strict):
             ),
         ]
         for key, engine in engines.items():
-            # `engine` must have the quantization of the precision, and every other engine that of `engine`.
-            codes = None if key == "engine" else self.engine.quantization
-            conflicts += trained_conflicts(key, engine, self.precision, codes)
+            # `engine` must have the quantization that fits the precision (None), every other engine that of `engine`.
+            quantization = None if key == "engine" else self.engine.quantization
+            conflicts += trained_conflicts(key, engine, self.precision, quantization)
         return conflicts
 
     def _conflicts_of_exact_z(self) -> Conflicts:

@@ -384,7 +384,11 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             self._loss_batch = {}
 
     def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute log-probs and entropies as TRL does, with log-probs renormalized as in `_on_support`."""
+        """Compute log-probs and entropies of the completions' tokens for TRL's loss, with TRL's method.
+
+        If `_lists_support` the loss's batch, log-probs are then replaced by those of the distribution over the tokens
+        that top_k kept.
+        """
         batch = self._loss_batch
         if not self._lists_support(batch):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)

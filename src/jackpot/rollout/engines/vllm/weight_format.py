@@ -108,9 +108,9 @@ class WeightFormat(Format):
         """Yield the tensors that vLLM gets for weights in the engine's dtype: plain, rounded, or codes and scales."""
         if self.quantization is None:
             yield from named_tensors
-        elif self.quantization_config:
+        elif self.quantization_config:  # vLLM's own layers compute with quantized numbers: send codes and scales
             yield from quantize_named(named_tensors, self.quantized_names, SCHEMES[self.quantization])
-        else:
+        else:  # vLLM has no layers for this quantization: send plain weights, rounded to the quantized numbers
             grid = SCHEMES[self.quantization].weights
             for name, tensor in named_tensors:
                 is_quantized = name in self.quantized_names
