@@ -14,7 +14,9 @@ from torch import Tensor
 from jackpot.core.types import AttentionBlock, PackedRow
 
 BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
-MAX_LENGTHS = 48  # most lengths of sequences, in tokens, that `_split` tells apart; it rounds up to a multiple else
+# Most different lengths of sequences, in tokens, after which `_split` considers ending a block; lengths are rounded up
+# where there would be more.
+MAX_LENGTHS = 48
 
 
 class _Sequence(NamedTuple):

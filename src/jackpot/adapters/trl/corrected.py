@@ -386,8 +386,8 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute log-probs and entropies of the completions' tokens for TRL's loss, with TRL's method.
 
-        If `_lists_support` the loss's batch, log-probs are then replaced by those of the distribution over the tokens
-        that top_k kept.
+        If the batch's top-k lists hold all tokens that top_k kept (`_lists_support`), these log-probs are replaced by
+        those of the distribution that is renormalized over the kept tokens.
         """
         batch = self._loss_batch
         if not self._lists_support(batch):

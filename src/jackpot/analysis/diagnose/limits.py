@@ -270,7 +270,7 @@ def is_loose(config: Config) -> bool:
 
 
 def only_for(applies: Callable[[Config], bool], limit: RunLimit) -> RunLimit:
-    """Return `limit` as a limit that is None for all runs but those for whose settings `applies` returns True."""
+    """Restrict a limit to the runs for whose settings `applies` returns True; no limit applies to other runs."""
     return lambda history, values: limit(history, values) if applies(history.config) else None
 
 

@@ -128,7 +128,7 @@ def _compare(samplers: Sequence[SamplerScores], learners: Sequence[LearnerScores
 
 
 def _pair_name(config: MismatchConfig, sampler: str, learner: str) -> str:
-    """Return a name for the pair of a sampler and a learner that is different for every pair of the measurement.
+    """Return a short name for the pair of a sampler and a learner.
 
     If there are several samplers and one learner, the sampler's name is enough, and if there are several learners and
     one sampler, the learner's. Else the name is `SAMPLER | LEARNER`.

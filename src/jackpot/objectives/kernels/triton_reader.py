@@ -33,7 +33,7 @@ def _logits(
 ) -> tl.tensor:  # fmt: skip
     """Load logits of one row in float32, at the given columns; -inf where `mask` is False.
 
-    With RAW, products W h are loaded: add the bias, apply the soft cap and divide by the temperature first.
+    With RAW the memory holds products W h, which become logits: plus bias, soft-capped, divided by the temperature.
     """
     logits = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
     if RAW:
