@@ -110,7 +110,7 @@ class WeightFormat(Format):
             yield from named_tensors
         elif self.quantization_config:  # vLLM's quantized layers hold codes and scales: send these
             yield from quantize_named(named_tensors, self.quantized_names, SCHEMES[self.quantization])
-        else:  # vLLM computes with plain weights (int8_w8a16): send these, rounded to numbers that the codes can express
+        else:  # vLLM computes with plain weights (int8_w8a16): send these, rounded to numbers that codes can express
             grid = SCHEMES[self.quantization].weights
             for name, tensor in named_tensors:
                 is_quantized = name in self.quantized_names
