@@ -93,7 +93,14 @@ def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _sets(value: Any, key: Sequence[str]) -> bool:
-    """Return whether a value sets the `key` below it. A name does not, nor a block that lacks the key."""
+    """Return whether an override's value for a block also decides the setting `key` inside that block.
+
+    A block decides the settings that it contains. A text, which only names the kind of a block, decides none; any other
+    value, such as null, leaves no block and so decides all.
+
+    Args:
+        key: parts of the setting's key, relative to the block.
+    """
     for name in key:
         if not isinstance(value, Mapping):
             return not isinstance(value, str)

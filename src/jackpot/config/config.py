@@ -322,7 +322,7 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric of KL(sampler || policy): that of sampled tokens if a rollout engine is quantized."""
+        """Name the metric of KL(sampler || policy) to show: that of sampled tokens if a rollout engine is quantized."""
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
@@ -363,7 +363,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_precision(self) -> Conflicts:
-        """Refuse engines that compute with other codes than training at precision fp8 or int8."""
+        """Refuse engines that are quantized in another way than training is, at precision fp8 or int8."""
         engines = {"engine": self.engine} | self.writing_engines if self.precision in TRAINED_QUANTIZATION else {}
         conflicts = [
             (
@@ -372,12 +372,10 @@ class Config(Strict):
                 "engine.quantization=fp8, or leave fp8_backward out",
             ),
         ]
-        for (
-            key,
-            engine,
-        ) in engines.items():  # `engine` has the codes of the precision, all others have those of `engine`
-            codes = None if key == "engine" else self.engine.quantization
-            conflicts += trained_conflicts(key, engine, self.precision, codes)
+        for key, engine in engines.items():
+            # `engine` must have the quantization that fits the precision (None), every other engine that of `engine`.
+            quantization = None if key == "engine" else self.engine.quantization
+            conflicts += trained_conflicts(key, engine, self.precision, quantization)
         return conflicts
 
     def _conflicts_of_exact_z(self) -> Conflicts:
@@ -389,10 +387,8 @@ class Config(Strict):
         lam = self.draft.lam if self.draft else 1.0
         drafted = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the policy's engine
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
-
-        # `is_frozen`: the weights that generate all rollouts never change. `stays`: they do not change in an iteration.
         can_stay = model is not None and not model.is_mixed
-        is_frozen = model is not None and model.optimizer is None and not model.is_mixed
+        is_frozen = model is not None and model.optimizer is None and not model.is_mixed  # its weights never change
         stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
         remedies = ["use target: old", "normalizer: topk", *["rollout_model.update: iteration"] * can_stay]
 

@@ -54,9 +54,10 @@ class Setting:
     uses: tuple[Use, ...]
 
     def summary(self, of: str) -> str:
-        """Join the texts that all uses have in one field of `Use`, each with the variants or commands it belongs to.
+        """Return one text on the values, default or meaning of the key, which may differ between classes that have it.
 
-        A text that more than half of the uses share stands first, without names.
+        The text that more than half of these classes share stands first. Each other text is given with the names of the
+        variants, such as vllm, or of the commands, such as jackpot eval, that it belongs to.
 
         Args:
             of: name of the field: values, default or meaning.

@@ -83,7 +83,7 @@ class ColumnsConfig(Strict):
 
 
 class AnswersConfig(Strict):
-    """Part of the answer's column that is the answer."""
+    """The part of the text in the column of right answers that is the right answer."""
 
     name: Literal["plain", "hashes", "boxed", "letter", "regex"]
     """All of the column (plain), what follows the last #### (hashes), what is in the last boxed{} of LaTeX (boxed), the

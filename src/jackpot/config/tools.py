@@ -121,7 +121,7 @@ class LearnerConfig(SideConfig):
 
 
 class MismatchSampling(Sampling):
-    """Settings of the sampling with which samplers generate responses."""
+    """Settings of how the models and engines under `samplers` generate responses: temperature, lengths, filters."""
 
     num_top_log_probs: Literal[0] = 0
     """Most probable tokens whose log-probs are returned: `top_log_probs` of the measurement decides."""

@@ -44,7 +44,11 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Generator[None]:
-        """Add the time of the block to `phase`. The command line shows the phase, and afterwards the one around it."""
+        """Add the time that the `with` block takes to the time of `phase`.
+
+        Meanwhile the command line shows this phase, and after the block the phase around it, if there is one. An error
+        in the block ends the run, so no time is added then.
+        """
         self._open.append(STAGES.get(phase, phase))
         stage(self._open[-1])
 

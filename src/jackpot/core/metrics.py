@@ -162,14 +162,14 @@ class ClusteredMean(Metric):
 
 @dataclass(frozen=True)
 class Sum(Metric):
-    """A count or a sum (scalar, float64)."""
+    """A sum, or the number of some entries, which adds up over parts of the data (scalar, float64)."""
 
     added_by = "+"
     total: Tensor
 
     @classmethod
     def of(cls, mask: Tensor) -> "Sum":
-        """Count the True entries."""
+        """Return the number of True entries of `mask`, which has any shape, as a sum."""
         return cls(mask.double().sum())
 
     @classmethod
@@ -262,7 +262,10 @@ class Histogram(Metric):
         return cls(counts.index_add_(0, bins.clamp(0, _BINS - 1).long().flatten(), counted.double().flatten()))
 
     def quantile(self, share: float) -> Tensor:
-        """Return the value below which `share` of all entries lie, a scalar: the middle, in u, of the value's bin."""
+        """Return the value below which a share (0 to 1) of all entries lies, a scalar.
+
+        Of the bin that holds the value, the middle on the scale u of `Histogram` is returned.
+        """
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
         return _SCALE * ((index - _BINS // 2 + 0.5) * _WIDTH).sinh()
@@ -421,7 +424,7 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
 
 
 def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
-    """Build metrics from a row [L] that `_packed` has written; their fields are views of the row."""
+    """Build the metrics that `_packed` has written into one row of L numbers; their fields are views of the row."""
     end = _BINS * layout.histograms
     columns = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
     by_field = dict(zip(layout.fields, columns, strict=True))

@@ -122,11 +122,14 @@ class TrainingSample:
 
 
 class AttentionBlock(NamedTuple):
-    """The shape of rows of similar lengths whose attention is computed together, each padded to the longest."""
+    """The shape of a block of sequences of a packed row, whose attention is computed together.
 
-    rows: int
-    queries: int  # query tokens of each row
-    keys: int  # key tokens of each row
+    Each sequence is a row of the block, padded to the longest. Its queries attend to its keys.
+    """
+
+    rows: int  # number of sequences
+    queries: int  # number of query tokens of each sequence, with padding
+    keys: int  # number of key tokens of each sequence, with padding
     is_square: bool  # queries and keys are the same tokens, so that plain causal attention serves
     masks: int  # number of different masks: 1 where all rows have the same mask, else one for each row
 

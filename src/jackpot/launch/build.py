@@ -69,8 +69,9 @@ from jackpot.training.run_folder.checkpoint import Checkpoint
 
 Models = Mapping[str, PreTrainedModel]  # by name: policy, rollout_model, critic, reference
 
-# A function that makes a learner from the settings, the checkpoint to continue from (None for a new run), and the roles
-# of the models whose engine samples from the distribution that the model has in training (`engine_is_exact`).
+# A function that makes a learner. Its arguments: the settings; the checkpoint to continue from, None for a new run; and
+# the roles of those models whose engine samples from the same distribution that the model has in training
+# (`engine_is_exact`).
 BuildLearner = Callable[[Config, Checkpoint | None, Collection[Role]], Learner]
 
 

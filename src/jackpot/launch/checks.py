@@ -36,6 +36,7 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
         ConfigError, EngineError: settings that do not fit each other, the models, or several ranks.
         ModelError: a model cannot be used at all, together with the others, or on several ranks.
     """
+    # Every call below may refuse the run by an error; a result that is not kept is of no use here.
     check_ranks(config, ranks)
     outlines: dict[Role, PreTrainedModel] = {role: _outline(role, path) for role, path in paths.items()}
     reference = {name: _outline(name, path) for name, path in reference_path(config).items()}

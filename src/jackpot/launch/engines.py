@@ -68,9 +68,10 @@ class EngineSpec(NamedTuple):
 
 
 def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineSpec]:
-    """Return settings, model and rows of a run's engines by their keys: `engine`, and the policy's `evaluation.engine`.
+    """Return what is needed to make each engine of a run (`EngineSpec`), by the engine's key in the settings.
 
-    `evaluation.engine` is missing where the policy generates its own rollouts and has no other engine for evaluations.
+    The key `engine` stands for the engine that generates rollouts, with the rollout model or else the policy. The key
+    `evaluation.engine` stands for the policy's engine in evaluations; it is missing where that is `engine` itself.
 
     Args:
         paths: where each model is read from, by role.

@@ -72,22 +72,23 @@ class RankActor:
         return Spot(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, gpus, os.getpid())
 
     def work(
-        self, environment: dict[str, str], folder: str, work: Callable[..., Any], *arguments: Any
+        self, environment: dict[str, str], folder: str, function: Callable[..., Any], *arguments: Any
     ) -> tuple[str, Any]:
-        """Call `work` in the driver's folder, with more environment variables.
+        """Call a function in this process, in the driver's working folder and with more environment variables.
 
         Args:
-            environment: the variables (`environments`).
+            environment: the variables, as `environments` returns them for this rank.
             folder: the driver's working folder.
-            arguments: the arguments of `work`.
+            arguments: the arguments of `function`.
 
         Returns:
-            "done" and what `work` returned; or the name of the class in `core.errors` of a JackpotError, and its text.
+            "done" and what `function` returned; or, if it raised a JackpotError, the name of the error's class in
+            `core.errors`, and its text.
         """
         os.environ |= environment
         _enter(folder)
         try:
-            return "done", work(*arguments)
+            return "done", function(*arguments)
         except JackpotError as error:
             return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__), str(error)
 
@@ -395,7 +396,7 @@ def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]
 
 
 def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[Any]:
-    """Start the engine actors, which live for as long as this process and the returned list do."""
+    """Start an actor for each engine, and return the actors. They end with this process, or when the list is freed."""
     actor = ray.remote(EngineActor)
     engines = []
     for index, name in enumerate(_engine_names(config), config.placement.ranks):

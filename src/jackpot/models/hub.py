@@ -28,7 +28,7 @@ REMEDIES = {  # what to do about a missing model, by its name; both need a clone
 
 
 def starter_path(name: str) -> Path:
-    """Return the folder of a starter inside the package, as `from_pretrained` and vLLM take it.
+    """Return the folder of a starter, a small model that the package carries; `from_pretrained` and vLLM can load it.
 
     Raises:
         ModelError: there is no starter of that name.

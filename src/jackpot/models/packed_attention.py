@@ -271,8 +271,11 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def replaces_attention(model: PreTrainedModel) -> bool:
-    """Tell whether `packed_attention` can replace a model's own attention: whether the model calls attention through
-    transformers' interface, with neither a soft cap nor attention sinks."""
+    """Tell whether a model can run with the attention function of this file, `packed_attention`, in place of its own.
+
+    It can if its layers look up their attention function in transformers' `ALL_ATTENTION_FUNCTIONS`, and if its
+    attention has neither a soft cap nor attention sinks.
+    """
     config = model.config.get_text_config(decoder=True)
     functions = getattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     return (

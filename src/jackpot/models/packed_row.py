@@ -14,7 +14,9 @@ from torch import Tensor
 from jackpot.core.types import AttentionBlock, PackedRow
 
 BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
-MAX_LENGTHS = 48  # most different lengths at which a block may end; where there are more, lengths are rounded up
+# Most different lengths of sequences, in tokens, after which `_split` considers ending a block; lengths are rounded up
+# where there would be more.
+MAX_LENGTHS = 48
 
 
 class _Sequence(NamedTuple):
@@ -39,9 +41,9 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         prompt_index: the prompt of each response, [B].
         responses: token ids [T] int64 of each response; may be empty.
     """
-    members: list[list[int]] = [[] for _ in prompts]  # the responses of each prompt
+    responses_of: list[list[int]] = [[] for _ in prompts]  # for each prompt, the indices of its responses
     for index, prompt in enumerate(prompt_index):
-        members[prompt].append(index)
+        responses_of[prompt].append(index)
 
     lengths = [len(response) for response in responses]
     sequences: list[_Sequence] = []
@@ -50,17 +52,17 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
     # For each response, the index in the row of its prompt's last token, and that of its own first token.
     prompt_ends, starts = [0] * len(responses), [0] * len(responses)
 
-    for prompt, answers in zip(prompts, members, strict=True):
+    for prompt, indices in zip(prompts, responses_of, strict=True):
         first, size = total, len(prompt)
         pieces.append(torch.tensor(prompt))
         positions.append(torch.arange(size))
         total += size
 
-        input_lengths = [max(0, lengths[index] - 1) for index in answers]  # without the last token
-        is_alone = len(answers) == 1  # a prompt and its only response are one sequence
+        input_lengths = [max(0, lengths[index] - 1) for index in indices]  # without the last token
+        is_alone = len(indices) == 1  # a prompt and its only response are one sequence
         sequences.append(_Sequence(first, 0, first, size + (input_lengths[0] if is_alone else 0)))
 
-        for index, length in zip(answers, input_lengths, strict=True):
+        for index, length in zip(indices, input_lengths, strict=True):
             prompt_ends[index], starts[index] = first + size - 1, total
             if length:
                 pieces.append(responses[index][:length])
@@ -123,8 +125,8 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
             rows = table[members]
             _, shared, start, lengths = rows.T[..., None]
 
-            # The index of each query in the packed row, and which of its keys is the last one that it sees, counted
-            # from 0: [members, width] each. Padding repeats the last query of its row.
+            # [members, width] each: the index of every query in the packed row, and the place of the last key that the
+            # query attends to among the keys of its sequence, from 0. Padding repeats the last query of its sequence.
             columns = torch.arange(width)
             exists = columns < lengths
             offsets = torch.minimum(columns, lengths - 1)

@@ -125,19 +125,24 @@ def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens of `sample_tokens`, [N] int64, and the sum of each row, [N] float64."""
+    """Return the tokens of `sample_tokens`, [N] int64, and the sum of each row, [N] float64.
+
+    A token is the inverse of the cumulative distribution at the row's uniform, found in two steps: among the sums of
+    blocks of _BLOCK tokens, then among the tokens of one block.
+    """
     size = probs.shape[-1]
-    whole = size - size % _BLOCK
-    sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
+    whole = size - size % _BLOCK  # number of tokens in whole blocks; the others are a last, shorter block
+    block_sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
     if whole < size:
-        sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
+        block_sums = torch.cat([block_sums, probs[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
 
-    # The block in which the running sum exceeds the goal, and the rest of the goal inside that block.
-    running = sums.cumsum(dim=-1)
+    # Step 1: the block in which the running sum exceeds the goal, and what the blocks before it leave of the goal.
+    running = block_sums.cumsum(dim=-1)
     goal = uniforms[:, None] * running[:, -1:]
-    block = _first_above(running, sums, goal)
-    rest = (goal - (running.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
+    block = _first_above(running, block_sums, goal)  # [N, 1]
+    rest = (goal - (running.gather(1, block) - block_sums.gather(1, block))).clamp(min=0.0)
 
+    # Step 2: the token of that block at which the running sum of the block exceeds the rest.
     indices = block * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # [N, _BLOCK]
     inside = probs.gather(1, indices.clamp(max=size - 1)).double().masked_fill(indices >= size, 0.0)
     tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1), inside, rest)

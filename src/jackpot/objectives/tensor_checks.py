@@ -62,7 +62,16 @@ def check_tensors(mask: object, tensors: Mapping[str, object]) -> None:
 
 
 def check_numbers(mask: Tensor, tensors: Mapping[str, Tensor | None], lam: float) -> None:
-    """Raise the DataErrors of `correct` about numbers at tokens of the mask."""
+    """Check the numbers that `correct` was given at the tokens where `mask` is True: finite, and within their bounds.
+
+    Args:
+        mask: [B, T] bool, the response mask.
+        tensors: [B, T] each, by the names of the arguments of `correct`; None: the argument was not given.
+        lam: OBRS's budget, which bounds z.
+
+    Raises:
+        DataError: a number is not finite or not possible.
+    """
     largest_z = min(1.0, 1.0 / lam)
     for name, tensor in tensors.items():
         if tensor is None:

@@ -148,7 +148,14 @@ class _Episode:
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=finish, sampled_by=None, **columns)
 
     def _column(self, name: str) -> torch.Tensor:
-        """Return the column `name` for all tokens of the response so far: [T, ...], or [0] before the first turn."""
+        """Join one of the fields of `Rollout` that have a row for each token, over all turns and replies so far.
+
+        Args:
+            name: name of the field, such as token_ids.
+
+        Returns:
+            [T, ...] for the T tokens of the response so far; an empty int64 tensor before the first turn.
+        """
         if not self._segments:
             return torch.zeros(0, dtype=torch.int64)
         return torch.cat([getattr(segment, name) for segment in self._segments])

@@ -135,7 +135,10 @@ class Sampler:
         last = min(iteration + config.batch.ahead, config.iterations)
         missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
-        if missing_iterations and len(self._under_way) < self._reserve:
+        # `next_batch` has just removed a batch, if any was under way. If fewer than `_reserve` are left, there were at
+        # most `_reserve` before: `takes_weights` was True, and the trainer has sent the engines the newest weights.
+        engines_have_newest_weights = len(self._under_way) < self._reserve
+        if missing_iterations and engines_have_newest_weights:
             self._under_way |= {later: self._submit(later) for later in missing_iterations}
             return True
 

@@ -186,16 +186,18 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
 
 
 def empty_like(batch: TokenBatch) -> TokenBatch:
-    """Return a micro-batch without sequences, on which models run a forward pass as on any other micro-batch.
+    """Return a micro-batch without sequences, for a rank that has nothing to train on and must run a pass all the same.
 
-    It has the prompt of the first sequence of `batch`; all columns are [0, T].
+    Models read the prompt of the first sequence of `batch`, so that the pass is as any other; the columns of sequences
+    are [0, T], so that nothing is trained on. A batch that has no sequences is returned as it is.
     """
     if not batch.uids:
         return batch
 
-    first = batch.prompt_index[0]
-    ids, mask = batch.prompt_ids[first], batch.prompt_mask[first]
-    # The packed row has the prompt alone: the only token of a response is its last, which is left out.
+    prompt = batch.prompt_index[0]
+    ids, mask = batch.prompt_ids[prompt], batch.prompt_mask[prompt]
+    # The packed row shall have the prompt alone. `pack_row` needs a response for each prompt, and leaves out the last
+    # token of each response; so the response passed here has one token. Its row of `predicting` is removed below.
     row = None if batch.packed is None else pack_row([ids[mask].tolist()], [0], [batch.response_ids[0, :1]])
 
     columns = [field.name for field in fields(batch) if field.name not in _NO_COLUMNS]

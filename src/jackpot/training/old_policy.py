@@ -126,10 +126,13 @@ def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[
 
 
 def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """Copy columns of many micro-batches to the CPU in one transfer, and split them as `by_rollout` does.
+    """Copy tensors of many micro-batches to the CPU in one transfer, and split them into rows of single rollouts.
 
     Args:
-        micro_batches: pairs of a micro-batch, on the CPU, and its columns [B, T, ...], on the device.
+        micro_batches: pairs of a micro-batch, on the CPU, and its columns: tensors [B, T, ...] by name, on the device.
+
+    Returns:
+        For each rollout uid, the rollout's row of each column without padding, [T_i, ...], by the column's name.
     """
     rows: dict[str, dict[str, Tensor]] = {}
     columns = iter(tensors_to_host([column for _, named in micro_batches for column in named.values()]))

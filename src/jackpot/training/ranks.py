@@ -343,7 +343,7 @@ class LastCommand:
         self.write("waits")
 
     def begin(self, sequence_number: int, name: str) -> None:
-        """Take a command as the newest, and write that the rank runs it."""
+        """Write to ranks/R.json that this rank now runs a command, its newest one; `describe` reads the file."""
         self.sequence_number, self.name = sequence_number, name
         self.write("runs")
 
@@ -362,7 +362,14 @@ class LastCommand:
 
 
 def describe(run: Path, size: int) -> str:
-    """Describe the newest command of each rank of a run, from the files ranks/R.json."""
+    """Return text for error messages that says of each rank which command it began or finished last, and when.
+
+    The text is read from the files ranks/R.json in the run folder.
+
+    Args:
+        run: the run folder.
+        size: number of ranks.
+    """
     return "; ".join(_sentence(run / "ranks" / f"{rank}.json", rank) for rank in range(size))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
 
-LISTED_TOKENS = 65536  # most tokens of a batch whose lists are read, in whole rollouts
+LISTED_TOKENS = 65536  # tokens of a batch after which no further rollout's lists are read
 LARGEST_MASS = 1.0 + 1e-3  # largest sum of the probabilities of a top-k list, with room for rounding
 FALSE_ALARM = 1e-9  # probability that `Bets` ever refuse a sound engine, in a run of any length
 TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: bets that the engine samples at temperature / (1 + d)
@@ -37,7 +37,11 @@ class ReportedLists(NamedTuple):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> "ReportedLists":
-        """Join the sampled tokens of the first rollouts, of as many as it takes to have LISTED_TOKENS tokens."""
+        """Join what is reported of the sampled tokens of the first rollouts, which have LISTED_TOKENS tokens together.
+
+        These tokens include the ones that were not sampled. All rollouts are taken if they have fewer tokens.
+        """
+        # Number of tokens in the rollouts before each rollout; a last number, of all rollouts, is left out by the zip.
         before = accumulate((len(rollout.token_ids) for rollout in rollouts), initial=0)
         rollouts = [rollout for rollout, tokens in zip(rollouts, before, strict=False) if tokens < LISTED_TOKENS]
         sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])

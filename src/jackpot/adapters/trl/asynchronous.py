@@ -255,7 +255,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         batch |= {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "jackpot_uniforms": self._uniforms(mask)}
         batch["jackpot_advantages"] = batch["jackpot_advantages"][:, 0]
 
-        scores = self._score(batch, log_probs[index].float(), labels, states[0, index])
+        scores = self._policy_scores(batch, log_probs[index].float(), labels, states[0, index])
         measured, overlap = self._measured(batch, scores, scores)
         self._correct([(batch, measured, overlap)])
 
@@ -264,8 +264,10 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         corrected = {"advantages": batch["advantages"], "old_log_probs": measured.proximal_log_probs}
         return {name: blank.masked_scatter(selected, column[mask]) for name, column in corrected.items()}
 
-    def _score(self, batch: Batch, log_probs: Tensor, labels: Tensor, states: Tensor) -> OldLogProbs:
-        """Return the scores of the policy: TRL's log-probs, and Z by our head where the correction reads it.
+    def _policy_scores(self, batch: Batch, log_probs: Tensor, labels: Tensor, states: Tensor) -> OldLogProbs:
+        """Return the policy's log-probs, which TRL computed, and Z, which our output layer computes if it is needed.
+
+        `_scores` brings both into the form that the correction reads; Z is 1 for a correction that does not read it.
 
         Args:
             log_probs: log-probs of the tokens by TRL's forward pass, [M].
@@ -276,8 +278,8 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
             ModelError: the model computes logits by more than its output layer, so our log-probs differ from TRL's.
         """
         tokens = token_batch(batch, loss_mask(batch), with_lists=True)
-        empty = log_probs.new_zeros(len(log_probs), 0)
         if not self._reads_z:
+            empty = log_probs.new_zeros(len(log_probs), 0)  # no top-k lists
             return self._scores(HeadOutput(log_probs, None, empty.long(), empty, empty), tokens, False)
 
         head = self._head(

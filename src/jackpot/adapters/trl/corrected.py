@@ -384,7 +384,11 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             self._loss_batch = {}
 
     def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute log-probs and entropies as TRL does, with log-probs renormalized as in `_on_support`."""
+        """Compute log-probs and entropies of the completions' tokens for TRL's loss, with TRL's method.
+
+        If the batch's top-k lists hold all tokens that top_k kept (`_lists_support`), these log-probs are replaced by
+        those of the distribution that is renormalized over the kept tokens.
+        """
         batch = self._loss_batch
         if not self._lists_support(batch):
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)

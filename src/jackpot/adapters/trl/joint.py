@@ -56,7 +56,7 @@ from jackpot.training.objectives import rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 
 _FOLDER, _STATE = "rollout_model", "rollout_model_optimizer"  # folders in a checkpoint of TRL's
-_CHECKED_AT_ONCE = 2**20  # tokens of a micro-batch; no check of an engine reads so many
+_CHECKED_AT_ONCE = 2**20  # most tokens of a micro-batch in engine checks: so many that each check is one micro-batch
 LOSSES = {  # by TRL's loss_type: how the rollout model's loss is averaged
     "grpo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",

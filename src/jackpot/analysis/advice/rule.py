@@ -223,16 +223,18 @@ class Generation(NamedTuple):
 
 
 def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
-    """Judge a mixture of rollouts: the rollout model generates a share of them, and the policy the rest.
+    """Compute what a rollout of a mixture is worth and costs: the rollout model generates a share, the policy the rest.
 
     Args:
-        share: share of the rollout model, from 0 to 1.
-        groups: [G, 7] sums of the correction that is applied to the rollout model's tokens.
-        costs: costs of a token of the rollout model.
+        share: share of the rollouts that the rollout model generates, from 0 to 1.
+        groups: [G, 7] sums over the tokens of each group of prompts (COLUMNS), under the correction that is applied to
+            the rollout model's tokens.
+        costs: costs of a token of the rollout model; a token of the policy costs 1.
     """
-    flops, weights = (share * cost + 1.0 - share for cost in costs)  # costs of a token, averaged over both models
+    # Costs of a token, averaged over both models: FLOPs, and readings of model weights.
+    flops, weight_reads = (share * cost + 1.0 - share for cost in costs)
 
-    # Progress that equals one on-policy rollout costs the cost of a rollout, divided by the rollout's worth.
+    # A cost is that of one rollout, divided by what the rollout is worth in rollouts of the policy's own.
     return Generation(
         label="the policy alone" if share == 0.0 else f"share {share:g}",
         share=share,
@@ -240,7 +242,7 @@ def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
         worth=estimate(lambda sums: worth_of(sums, share).value, groups),
         flops=estimate(lambda sums: flops / worth_of(sums, share).value, groups),
         flops_any_state=estimate(lambda sums: flops / worth_of(sums, share).of_tokens, groups),
-        weights=estimate(lambda sums: weights / worth_of(sums, share).value, groups),
+        weights=estimate(lambda sums: weight_reads / worth_of(sums, share).value, groups),
     )
 
 
@@ -398,7 +400,10 @@ def _after_text(correction: JudgedCorrection) -> str:
 
 
 def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
-    """Return text on the correction to use, with the worth of `none` and of the best other correction."""
+    """Return the advice which correction to use, with the worth of a rollout under that correction (`Worth`).
+
+    For comparison the text has the worth under the correction named `none` and under the best of the others.
+    """
     advice = "no correction is needed" if chosen.kind == "none" else chosen.label
     text = f"{advice}; a rollout is then worth {interval_text(chosen.worth)} of the policy's own"
 
@@ -428,7 +433,10 @@ def _is_better(first: JudgedCorrection, second: JudgedCorrection) -> bool:
 
 
 def _too_far_lines(best: JudgedCorrection) -> dict[str, str]:
-    """Return the lines of advice if no correction is worth enough: what the best one leaves, and what to do."""
+    """Return the lines of advice for rollouts that no correction makes worth LEAST_WORTH of the policy's own rollouts.
+
+    The lines say how much the best correction makes a rollout worth, what error it leaves, and what to do instead.
+    """
     return {
         "Use": f"no correction closes this gap; with {best.label}, the best, a rollout is worth "
         f"{interval_text(best.of_tokens)} of the policy's own, prefix drift ignored",

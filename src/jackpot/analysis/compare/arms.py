@@ -120,7 +120,11 @@ def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[A
 
 
 def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> dict[tuple[str, int], Config]:
-    """Return the settings with the number of iterations that a budget of `sequences` responses a run allows.
+    """Return the settings of all runs, each with as many iterations as a budget of responses allows.
+
+    Args:
+        configs: settings of each run, by arm and seed.
+        sequences: the budget of each run: the largest number of responses in all of its rollout batches together.
 
     Raises:
         ConfigError: the budget is below one rollout batch of some arm.
@@ -138,7 +142,11 @@ def with_budget(configs: Mapping[tuple[str, int], Config], sequences: float) -> 
 
 
 def differing_arms(configs: Mapping[tuple[str, int], Config]) -> dict[str, str]:
-    """Return the arms whose evaluations differ from those of the first arm, each with a setting that differs."""
+    """Return the arms that are evaluated on other problems or in another way than the first arm.
+
+    Returns:
+        For each such arm, text that names a setting of evaluations that differs, with its value in both arms.
+    """
     (first, _), reference = next(iter(configs.items()))
     expected = _evaluation_settings(reference)
     return {

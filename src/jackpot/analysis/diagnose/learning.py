@@ -80,7 +80,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit for the run of `history`; None if it does not apply."""
+        """Return the limit of `unlearning_limit` for the run of `history`; None: it does not apply to this run."""
         levels = levels_of(history, metric)
         if len(levels) < 2:
             return None
@@ -112,7 +112,7 @@ def learning_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit for the run of `history`; None if it does not apply."""
+        """Return the limit of `learning_limit` for the run of `history`; None: it does not apply to this run."""
         levels = levels_of(history, metric)
         if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
             return None
@@ -145,14 +145,15 @@ def entropy_limit(history: MetricHistory, values: Values) -> float:
 
 
 def sparse_limit(largest: float) -> RunLimit:
-    """Return a limit of the share of groups, or steps, that teach nothing: `largest`, or RARE_REWARDS.
+    """Return a limit of a metric that is the share of groups, or of steps, from which nothing can be learned.
 
-    RARE_REWARDS is the limit of a run that begins above `largest`, if the mean over all iterations exceeds it, since in
-    a small batch many groups lack a reward by chance. It applies neither early nor to a policy that has become better.
+    A run whose share is at most `largest` at its start has the limit `largest`. In any other run many groups of a small
+    batch may lack a reward by chance; its limit is RARE_REWARDS, and applies only if the mean share over all iterations
+    exceeds RARE_REWARDS, the run is past LEAST_ITERATIONS, and the policy has not become better.
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit for the run of `history`; None if it does not apply."""
+        """Return the limit of `sparse_limit` for the run of `history`; None: it does not apply to this run."""
         if at_start(history, values) <= largest:
             return largest
         is_rare = fmean(values) > RARE_REWARDS and _is_late(history) and not _has_risen(history)
@@ -170,7 +171,7 @@ def unless_rewards_fell(limit: Limit) -> RunLimit:
     """Return a limit that applies only if the newest training rewards are at least as high as the first ones."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit for the run of `history`; None if it does not apply."""
+        """Return `limit` for the run of `history`; None if the run's training rewards have fallen, or are not known."""
         rewards = [value for _, value in history.series(REWARDS)]
         applies = bool(rewards) and history.recent(REWARDS) >= rewards[0]
         if not applies:
@@ -212,17 +213,19 @@ def cut_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def swapped_models_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return the policy's first accuracy as a limit of the rollout model's, if the two models may be swapped.
+    """Return the policy's first accuracy as a limit of the rollout model's accuracy, if the two models may be swapped.
 
-    The models may be swapped if the rollout model begins above the policy by more than chance, and costs more FLOPs.
-    Training takes three passes of each of the two models, so if both cost the same, six times the FLOPs of the
-    rollouts, and less if the rollout model costs more.
+    The models may be swapped if the first accuracy of the rollout model is above that of the policy by more than
+    chance, and if a pass of the rollout model costs more FLOPs than one of the policy. None if they are not swapped.
     """
     policy, rollout_model = (levels_of(history, f"eval/{role}_accuracy") for role in ("policy", "rollout_model"))
-    is_behind = policy and rollout_model and rollout_model[0].exceeds(policy[0])
+    rollout_model_is_better = policy and rollout_model and rollout_model[0].exceeds(policy[0])
 
-    rollouts = history.recent("flops/rollout") * history.config.batch.ppo_epochs
-    return policy[0].mean if is_behind and history.recent("flops/train") < 6.0 * rollouts else None
+    # Training costs as much as three forward passes of each of the two models. So if both models cost the same,
+    # training takes six times the FLOPs of the rollouts in each epoch, and less if the rollout model costs more.
+    flops_if_equal = 6.0 * history.recent("flops/rollout") * history.config.batch.ppo_epochs
+    rollout_model_costs_more = history.recent("flops/train") < flops_if_equal
+    return policy[0].mean if rollout_model_is_better and rollout_model_costs_more else None
 
 
 def why_nothing(history: MetricHistory) -> str:

@@ -270,7 +270,7 @@ def is_loose(config: Config) -> bool:
 
 
 def only_for(applies: Callable[[Config], bool], limit: RunLimit) -> RunLimit:
-    """Return a limit that applies only to runs whose settings fulfil the condition `applies`."""
+    """Restrict a limit to the runs for whose settings `applies` returns True; no limit applies to other runs."""
     return lambda history, values: limit(history, values) if applies(history.config) else None
 
 
@@ -307,14 +307,15 @@ def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
 
 
 def ratio_limit(distance: float) -> RunLimit:
-    """Return a limit of the mean ratio of policy to engine: 1 plus `distance`, or CHANCE_ERRORS standard errors from 1.
+    """Return a limit of the mean ratio p_policy / p_engine of the sampled tokens, which is 1 in a sound run.
 
-    The farther of the two counts. The limit applies if the models are close (SMALL_KL). Else much probability can be on
-    tokens that are hardly ever sampled, and the mean ratio of the sampled tokens is below 1 in a sound run.
+    The limit is 1 + `distance`, or, where this is farther from 1, CHANCE_ERRORS standard errors from 1 in the same
+    direction. It applies only if the KL of the two models is below SMALL_KL. Else much of the policy's probability can
+    be on tokens that the engine hardly ever samples, and the mean ratio is below 1 in a sound run too.
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit for the run of `history`; None if it does not apply."""
+        """Return the limit of `ratio_limit` for the run of `history`; None: it does not apply to this run."""
         deviation = max(abs(distance), CHANCE_ERRORS * history.recent("mismatch/ratio_stderr"))
         is_close = history.recent("mismatch/kl_policy_rollout") < SMALL_KL
         return 1.0 + math.copysign(deviation, distance) if is_close else None
@@ -333,7 +334,11 @@ def below_start(most: float, factor: float) -> RunLimit:
 
 
 def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit of the rollout model's accuracy: its start plus two standard errors, if the policy fell as far."""
+    """Return a limit of the rollout model's accuracy, above which it learns while the policy unlearns.
+
+    The limit is two standard errors above the rollout model's first accuracy. It applies only if the policy's newest
+    accuracy is more than two standard errors below the policy's first one; else the result is None.
+    """
     policy = [value for _, value in history.series("eval/policy_accuracy")]
     has_fallen = policy[-1] < policy[0] - two_errors(history.problems, policy[0])
     return values[0] + two_errors(history.problems, values[0]) if has_fallen else None

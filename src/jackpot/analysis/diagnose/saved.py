@@ -33,22 +33,21 @@ _END = re.compile(r"<(/s>|eos|\|?(im_)?end|\|?eot)")  # beginning of a token tha
 
 
 def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
-    """Return the signs of faults in a run's saved rollouts: for each readable file its iteration, and signs by name."""
+    """Return signs of faults in a run's saved rollouts: for each readable file its iteration, and each sign by name."""
     files, _ = list_rollout_files(run)
     held_out = _held_out(run)
-    answers: dict[Any, set[str]] = defaultdict(
-        set
-    )  # all answers to a prompt, by the prompt's text and by its token ids
+    # All right answers to each prompt that was read so far, by the prompt's text; for saved prompts also by token ids.
+    answers_of: dict[Any, set[str]] = defaultdict(set)
     for text, answer in held_out:
-        answers[text].add(answer)
+        answers_of[text].add(answer)
 
-    lines = []
+    signs_by_file = []
     for file in files:
         with suppress(UnreadableRollouts):
             table = read_columns(file, list(_COLUMNS))
-            signs = _of_prompts(table, held_out, answers) | _of_responses(table, config) | _of_rewards(table)
-            lines.append({"iteration": file.iteration} | signs)
-    return lines
+            signs = _prompt_signs(table, held_out, answers_of) | _response_signs(table, config) | _reward_signs(table)
+            signs_by_file.append({"iteration": file.iteration} | signs)
+    return signs_by_file
 
 
 def _held_out(run: Path) -> set[tuple[str, str]]:
@@ -70,15 +69,15 @@ def _held_out(run: Path) -> set[tuple[str, str]]:
     }
 
 
-def _of_prompts(
-    table: pa.Table, held_out: set[tuple[str, str]], answers: dict[Any, set[str]]
+def _prompt_signs(
+    table: pa.Table, held_out: set[tuple[str, str]], answers_of: dict[Any, set[str]]
 ) -> dict[str, float | None]:
-    """Return the signs from comparing prompts with each other and with held-out problems; update `answers`.
+    """Return the signs from comparing prompts with each other and with held-out problems; update `answers_of`.
 
     Args:
         table: one file of saved rollouts.
         held_out: (problem, answer) of the held-out problems.
-        answers: all answers to a prompt in the files before; the answers of this file are added.
+        answers_of: all answers to a prompt in the files before; the answers of this file are added.
     """
     rows = table.select(["prompt_uid", "prompt", "answer", "prompt_ids"]).to_pylist()
     by_uid = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
@@ -88,17 +87,19 @@ def _of_prompts(
         return {}
 
     for text, answer, ids in prompts:
-        answers[ids].add(answer)
-        answers[text].add(answer)
+        answers_of[ids].add(answer)
+        answers_of[text].add(answer)
 
     return {
-        "saved/ambiguous_prompts": fmean(max(len(answers[ids]), len(answers[text])) > 1 for text, _, ids in prompts),
+        "saved/ambiguous_prompts": fmean(
+            max(len(answers_of[ids]), len(answers_of[text])) > 1 for text, _, ids in prompts
+        ),
         "saved/repeated_prompts": 1.0 - len({ids for _, _, ids in prompts}) / len(prompts),
         "saved/held_out": fmean((text, answer) in held_out for text, answer, _ in prompts),
     }
 
 
-def _of_responses(table: pa.Table, config: Config) -> dict[str, float]:
+def _response_signs(table: pa.Table, config: Config) -> dict[str, float]:
     """Return the signs from the ends of responses, and from the share of the most frequent response."""
     rows = table.select(["response", "token_ids", "tokens"]).to_pylist()
     stops = set(config.sampling.stop_token_ids)
@@ -111,7 +112,7 @@ def _of_responses(table: pa.Table, config: Config) -> dict[str, float]:
     return signs
 
 
-def _of_rewards(table: pa.Table) -> dict[str, float]:
+def _reward_signs(table: pa.Table) -> dict[str, float]:
     """Return the signs from rewards: correlation with length, whether right answers earn more, and cut responses."""
     rewards = table.column("reward").to_numpy()
     columns = table.select(["correct", "finish", "token_ids"]).to_pydict()

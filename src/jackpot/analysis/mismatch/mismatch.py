@@ -128,9 +128,13 @@ def _compare(samplers: Sequence[SamplerScores], learners: Sequence[LearnerScores
 
 
 def _pair_name(config: MismatchConfig, sampler: str, learner: str) -> str:
-    """Return the name of a pair: the side of which there are several, or both sides if there are several of both.
+    """Return a short name for the pair of a sampler and a learner.
 
-    A single sampler with a single learner is named by both sides too.
+    If there are several samplers and one learner, the sampler's name is enough, and if there are several learners and
+    one sampler, the learner's. Else the name is `SAMPLER | LEARNER`.
+
+    Args:
+        sampler, learner: names of the two.
     """
     if (len(config.samplers) > 1) == (len(config.learners) > 1):
         return f"{sampler} | {learner}"

@@ -115,7 +115,10 @@ def short_names(sides: Sequence[SideConfig]) -> list[str]:
 
 
 def _settings_name(side: SideConfig) -> str:
-    """Return the name of a side without its path: its engine, and those settings that differ from their defaults."""
+    """Return a name for a sampler or a learner without its model's path, such as `vllm bf16 fp8 kv fp8`.
+
+    The name has the engine, its dtype, and those of the other settings that differ from their defaults.
+    """
     engine = side.engine
     attention = getattr(engine, "attn_implementation", "sdpa")
 

@@ -304,14 +304,14 @@ class Work:
     generated: float  # responses generated for each one trained on
     lengths: Lengths
     checkpoints: bool  # whether activations are computed again in backward
-    extra: float  # forward passes without gradient over all sequences: anchors, a pass for kappa
+    extra: float  # number of forward passes without gradient over all sequences: for anchors, and one for kappa
 
 
 class Hours(NamedTuple):
     """The hours of a whole run by activity."""
 
     generation: float  # generating rollouts
-    training: float
+    training: float  # forward and backward passes, and optimizer steps
     sending: float  # sending weights to engines
     evaluating: float = 0.0
 

@@ -188,8 +188,8 @@ def _train(
         reference_kl = _reference_kl(config, models, shape, hidden[0])
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
-    # The split separates the gradients of the rollout model's two losses; its PPO loss (eq. 6) reads nothing but the
-    # rollout model's log-probs, `values[2]`.
+    # As in training, where `GradientSplit` separates the gradients of the rollout model's two losses; it is built here
+    # for the memory that it takes. The PPO loss (eq. 6) reads nothing but the rollout model's log-probs, `values[2]`.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
     del hidden, values, reference_kl, waiting, split

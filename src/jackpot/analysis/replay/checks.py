@@ -59,7 +59,10 @@ def why_not(run: Sums) -> str | None:
 
 
 def _mean_is_not_1(run: Sums) -> str | None:
-    """Return a reason against advice if the mean p_policy / p_rollout is not 1 at tokens without lists, else None."""
+    """Return why no correction can be recommended if the mean of p_policy / p_rollout is not 1, else None.
+
+    The mean is over the sampled tokens whose distributions the top-k lists of the two models do not show.
+    """
     ratio = Mean.named(run, "sampled_only_ratio")
     is_reliable = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < LARGEST_TAIL_RATIO
     if ratio.count == 0 or not is_reliable or not _is_off(ratio, 1.0):
@@ -73,7 +76,10 @@ def _mean_is_not_1(run: Sums) -> str | None:
 
 
 def _lists_do_not_fit(run: Sums) -> str | None:
-    """Return a reason against advice if top-k lists contradict the log-probs or miss the policy's tokens, else None."""
+    """Return why no correction can be recommended, judged by both models' top-k lists; None if there is no reason.
+
+    The lists may contradict the log-probs of sampled tokens, or show tokens that only the policy can sample.
+    """
     # Both means are 0 if lists and log-probs are of one distribution, and the rollout model can sample every token.
     unreachable, gap = Mean.named(run, "unreachable"), Mean.named(run, "acceptance_minus_z")
     if _is_off(unreachable, 0.0):

@@ -74,13 +74,14 @@ def factors(
     positive, negative = (
         replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)
     )
-    # The factors `up` for an advantage of 1 at every token, and `down` for an advantage of -1.
+    # The factors `up` for an advantage of 1 at every token, and `down` for an advantage of -1. A correction that does
+    # not read advantages has the same weights for both, so they are computed once. What PPO clips always depends on the
+    # sign.
     reads_sign = "advantages" in setting.objective.correction.reads
-    average = _averaged_over_mask(setting, positive, totals)
-    up = _factors_of_sign(setting, positive, new, average)
-    down = _factors_of_sign(
-        setting, negative, new, _averaged_over_mask(setting, negative, totals) if reads_sign else average
-    )
+    up_weight = _averaged_over_mask(setting, positive, totals)
+    down_weight = _averaged_over_mask(setting, negative, totals) if reads_sign else up_weight
+    up = _factors_of_sign(setting, positive, new, up_weight)
+    down = _factors_of_sign(setting, negative, new, down_weight)
 
     # The two are mixed by the share of positive advantages at a token: 0, 1/2 or 1.
     positive_share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
@@ -97,22 +98,25 @@ def factors(
 
 
 def _factors_of_sign(
-    setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, average: "_MaskAveraged"
+    setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor, weight: "_MaskAveraged"
 ) -> GradientFactors:
-    """Compute the factors on tokens [B, T] for inputs in which every advantage is 1, or every advantage is -1."""
+    """Compute the factors on tokens [B, T] for inputs in which every advantage is 1, or every advantage is -1.
+
+    `weight` is the correction's random weight for these inputs.
+    """
     through, clipped = _through_surrogate(setting, inputs, new)
-    factor = average.value * through  # F of an accepted token
-    mean = average.chance * factor
+    factor = weight.value * through  # F, a token's factor on its gradient, if the random mask accepts the token
+    mean = weight.chance * factor
 
     return GradientFactors(
         mean=mean,
         either=mean,
-        square=average.chance * factor.square(),
-        weight=average.chance * average.value,
-        accepted=average.accepted,
-        capped=average.correction.capped | average.correction.capped_c2,
+        square=weight.chance * factor.square(),
+        weight=weight.chance * weight.value,
+        accepted=weight.accepted,
+        capped=weight.correction.capped | weight.correction.capped_c2,
         clipped=clipped,
-        scale=_scale(setting, inputs, average.correction),
+        scale=_scale(setting, inputs, weight.correction),
     )
 
 

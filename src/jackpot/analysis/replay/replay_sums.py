@@ -32,7 +32,10 @@ from jackpot.objectives.obrs import acceptance, exact_z, known_z
 
 @dataclass(slots=True)
 class ReplayedCorrection:
-    """The sums of one correction over all responses; empty if the correction could not be applied to any response."""
+    """A correction with sums of what it did to the tokens of all saved responses.
+
+    The sums are empty, or 0, if the correction could not be applied to any response.
+    """
 
     setting: CorrectionSetting
     sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states with known distributions
@@ -122,11 +125,12 @@ class ReplaySums:
             for correction in self.corrections
             if correction.tokens == self.tokens
         ]
-        sums = {candidate.label: float(candidate.groups.sum()) for candidate in candidates if candidate.advisable}
-        problem = problem or not_finite(self.run, sums) or why_not(self.run)
+        totals = {candidate.label: float(candidate.groups.sum()) for candidate in candidates if candidate.advisable}
+        problem = problem or not_finite(self.run, totals) or why_not(self.run)
         advice = judge(candidates, self._measured_on(weights, candidates), costs, problem)
 
-        # Two remarks that `judge` does not make: rounded log-probs, and too few effective responses.
+        # Add two remarks that `judge` does not make: that log-probs are rounded, as a line of its own; and that few
+        # responses are effective, at the end of the line that `judge` labels "After" and the name of a correction.
         lines = {"Precision": rounding} if rounding else {}
         for label, text in advice.lines.items():
             lines[label] = text + (few_sequences(self.run) if label.startswith("After") else "")

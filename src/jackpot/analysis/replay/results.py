@@ -23,8 +23,9 @@ class ReplayResult:
     format: str  # name of the format
     files: int  # number of files
     policy: str  # text that says where the policy's log-probs come from
-    run: Sums  # sums before any correction
-    ends: tuple[tuple[str, float], ...]  # (name, total variation) of the first and the last file or iteration
+    run: Sums  # sums over the rollouts of the run as they were saved, without any correction
+    # The names of the first and of the last file or iteration, each with the total variation of its rollouts.
+    ends: tuple[tuple[str, float], ...]
     corrections: tuple[ReplayedCorrection, ...]
     left_out: tuple[str, ...]  # corrections and numbers that could not be computed, and why
     unreadable: int  # number of records and files that could not be read
@@ -34,7 +35,10 @@ class ReplayResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionResult:
-    """The numbers of one correction. Shares are of sampled tokens; None: the number could not be computed."""
+    """What one correction does to the saved rollouts of a run: shares of tokens, weights, and errors that it leaves.
+
+    Where a comment names nothing else, a share is of all sampled tokens. None: the number could not be computed.
+    """
 
     label: str
     is_own: bool  # whether the run trains with this correction

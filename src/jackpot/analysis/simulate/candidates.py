@@ -71,7 +71,7 @@ class Candidate:
     agreement: float  # cosine between the weights of TIS and those of OBRS in expectation, over tokens
     sequence_log_ratio: float  # mean over responses of log p_policy / p_rollout of the whole response
     sequence_ess: float  # effective share of the responses, weighted by that ratio
-    answer: dict[str, Any]  # the rule's advice, `Recommendation.numbers`
+    answer: dict[str, Any]  # which correction to use, and why, as plain values (`Recommendation.numbers`)
 
 
 class PairBench:

@@ -81,6 +81,7 @@ def ipo(log_ratio: Tensor, rollout_log_probs: Tensor, target_log_probs: Tensor, 
     never rejected, whatever its ratio, so rare tokens keep the unbounded variance of `is`.
     """
     inside = difference(rollout_log_probs, target_log_probs) <= max_tv
+    # No weight is capped: `capped` also marks tokens that a band, here max_tv, rejects. Their weight is e^-inf = 0.
     return Weighed(torch.where(inside, log_ratio, -torch.inf).exp(), accepted=inside, capped=~inside)
 
 

@@ -168,7 +168,7 @@ class _TilePlan(NamedTuple):
     num_top: int  # K
     blocks: tuple[slice, ...]  # slices of the N positions
     tiles: tuple[slice, ...]  # slices of the V tokens of the vocabulary
-    soft_caps: tuple[float | None, ...]  # soft cap of each head; None: no cap
+    soft_caps: tuple[float | None, ...]  # one entry for each head: its soft cap, or None for no cap
     operand_dtypes: tuple[torch.dtype, ...]  # dtype to which hidden states and weight of each head are cast
     dtype: torch.dtype  # dtype of the logits and of all sums
 
@@ -293,18 +293,20 @@ class _TiledHeads(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
 
-        plan, count = ctx.plan, len(ctx.plan.soft_caps)
-        saved = iter(ctx.saved_tensors)  # in the order of `save_for_backward`
+        plan, num_heads = ctx.plan, len(ctx.plan.soft_caps)
+        # Each line takes the next of the saved tensors, in the order of `save_for_backward`; last come the kept tiles.
+        saved = iter(ctx.saved_tensors)
         ids = next(saved)
-        logsumexps = list(islice(saved, count))
+        logsumexps = list(islice(saved, num_heads))
+        # Every second output with a gradient was saved: each entropy, and the reverse KL of a pair.
         saved_values = list(islice(saved, plan.num_values // 2 if plan.moments else 0))
-        tensors = _by_head(list(islice(saved, 3 * count)))
+        tensors = _by_head(list(islice(saved, 3 * num_heads)))  # hidden, weight and bias of each head
 
         with torch.autocast(ids.device.type, enabled=False):
             coefficients = plan.coefficients(grads[: plan.num_values], saved_values)
             heads = plan.heads(tensors, plan.kept_tiles(saved))
-            # After plan, ids and gather_ids, autograd's inputs are hidden, weight and bias of each head.
-            needs = [ctx.needs_input_grad[start : start + 3] for start in range(3, 3 + 3 * count, 3)]
+            # Forward's arguments 0 to 2 are plan, ids and gather_ids; then come hidden, weight and bias of each head.
+            needs = [ctx.needs_input_grad[start : start + 3] for start in range(3, 3 + 3 * num_heads, 3)]
             head_grads = [
                 HeadGrads(head, head_tensors, (False,) * 3 if head_coefficients is None else head_needs)
                 for head, head_tensors, head_coefficients, head_needs in zip(
@@ -312,6 +314,7 @@ class _TiledHeads(torch.autograd.Function):
                 )
             ]
             backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, head_grads)
+            # None for plan, ids and gather_ids.
             return None, None, None, *(gradient for grads in head_grads for gradient in grads.gradients())
 
 

@@ -130,7 +130,11 @@ class PositionBlock:
         return [sums.row_max + sums.sum_exp.log() for sums in self._sums]
 
     def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the outputs of these positions with a gradient, and those without, as `autograd.tiled_heads` does."""
+        """Return the final outputs of the block's C positions, once all tiles of the vocabulary were visited.
+
+        Returns:
+            The outputs through which a gradient flows, and the others, both in the order of `autograd.tiled_heads`.
+        """
         values: list[Tensor] = []
         constants: list[Tensor] = []
         logs = [sums.sum_exp.log() for sums in self._sums]  # log s of each head, [C]

@@ -56,7 +56,7 @@ class GradCoefficients(NamedTuple):
     on_other: Tensor | None
 
     def at(self, rows: slice) -> "GradCoefficients":
-        """Select the coefficients of some positions."""
+        """Return the coefficients of the positions `rows` only; a coefficient that is None stays None."""
         return self._replace(**{name: column[rows] for name, column in self._asdict().items() if column is not None})
 
 
@@ -293,7 +293,8 @@ EAGER = TorchReader()
 def _finished(tile: Tile, rows: slice) -> Tensor:
     """Return a tile's logits at the positions `rows` in the dtype of the sums.
 
-    The products of a raw tile become logits first (`finish`), in the tile's memory.
+    The memory of a raw tile holds products W h: they are replaced by logits (`finish`). So call this once for each
+    position of a raw tile, since a second call would apply bias, soft cap and temperature again.
     """
     logits = tile.logits[rows]
     if tile.is_raw:

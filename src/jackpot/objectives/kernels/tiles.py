@@ -48,7 +48,11 @@ class Workspace:
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized contiguous tensor in the memory of that name."""
+        """Return an uninitialized contiguous tensor in the memory that is kept under `name` and `dtype`.
+
+        The memory is allocated at the first call, and again only for a larger tensor. It may hold an earlier tensor of
+        that name, which is overwritten.
+        """
         size = math.prod(shape)
         flat = self._flat.get((name, dtype))
         if flat is None or flat.numel() < size:
@@ -72,7 +76,11 @@ KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their fir
 
 
 class HeadOperands:
-    """The hidden states and the weight of one head, in the dtype in which they are multiplied to tiles of logits."""
+    """One head as the matrix products of this file read it: with hidden states and weight in the dtype of the products.
+
+    Select a slice of the vocabulary (`select`), then form the tile of logits of some positions (`tile`); in backward,
+    add the tile's gradient to those of hidden states, weight and bias (`accumulate_grad`).
+    """
 
     def __init__(
         self,

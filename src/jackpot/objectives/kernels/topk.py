@@ -95,7 +95,7 @@ class RunningTopK:
 
     @property
     def companions(self) -> list[Tensor]:
-        """Return the numbers of each further tensor at `ids`: [N, min(K, seen)] each."""
+        """Return the numbers at `ids` of each tensor that was passed to `add` as companion: [N, min(K, seen)] each."""
         return self._columns[2:]
 
     def add(self, values: Tensor, start: int, maxima: Tensor | None, companions: Sequence[Tensor] = ()) -> None:

@@ -31,7 +31,10 @@ def _logits(
     start: tl.tensor, bias: tl.tensor, columns: tl.tensor, mask: tl.tensor, soft_cap: float, temperature: float,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load some logits of a row, finish them if they are raw, and return float32; -inf where `mask` is False."""
+    """Load logits of one row in float32, at the given columns; -inf where `mask` is False.
+
+    With RAW the memory holds products W h, which become logits: plus bias, soft-capped, divided by the temperature.
+    """
     logits = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
     if RAW:
         if BIAS:
@@ -229,6 +232,7 @@ class TritonReader(TileReader):
     name = "triton"
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
+        """Return the sums that `TileReader.read` describes; torch computes those of float64 logits."""
         if tiles[0].logits.dtype == torch.float64:
             return EAGER.read(tiles, tops, moments)
 
@@ -245,7 +249,7 @@ class TritonReader(TileReader):
         results: list[TileSums] = []
         for i, head_sums in enumerate(sums[: len(tiles)]):
             row_max, sum_exp, moment, gap, masked = head_sums
-            may_mask = is_pair and tiles[1 - i].may_mask
+            other_may_mask = is_pair and tiles[1 - i].may_mask  # whether the other head may have logits of -inf
             results.append(
                 TileSums(
                     row_max=row_max,
@@ -253,7 +257,7 @@ class TritonReader(TileReader):
                     moment=moment if moments else None,
                     block_max=maxima[i] if tops else None,
                     gap=gap if is_pair and moments else None,
-                    max_at_masked=masked if may_mask and moments else None,
+                    max_at_masked=masked if other_may_mask and moments else None,
                 )
             )
         return results

@@ -41,7 +41,7 @@ _SAFE_VARIABLES = re.compile(  # environment variables that a process gets: none
     r"|HF_(HOME|ENDPOINT|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|NLTK_DATA|XDG_\w+"
     r"|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|(https?|all|no|HTTPS?|ALL|NO)_(proxy|PROXY)|JACKPOT_DATA"
 )
-_MARK = "JACKPOT_REWARD_WORKER"  # environment variable that marks a worker and all processes that it starts
+_MARK = "JACKPOT_REWARD_WORKER"  # environment variable by which processes that a worker started are found and killed
 Item = Mapping[str, Any]  # keyword arguments of the function for one response, of types that JSON has
 
 

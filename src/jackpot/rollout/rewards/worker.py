@@ -147,7 +147,8 @@ class _Caller:
         """Call the function once, and send the results of the job's items at these `indices`."""
         try:
             returned = self._function(**arguments)
-            if inspect.isawaitable(returned):  # awaited calls are limited here, and all calls by the pool too
+            # Here the time of one awaited call is limited; the pool limits the time of a whole job of any function.
+            if inspect.isawaitable(returned):
                 returned = await asyncio.wait_for(returned, self._timeout)
             values = list(returned) if self._takes_batches else [returned]
             if len(values) != len(indices):

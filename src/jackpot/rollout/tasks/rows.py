@@ -292,6 +292,7 @@ def make_reader(
     Raises:
         DataError: a column is missing (lists the columns there are).
     """
+    # First choose the columns and the form of answers; `read_row`, which is returned, reads every record by them.
     columns, choose_column = settings.columns, partial(_column, first)
     # The problem is one column, or several whose names stand in braces.
     problem_columns = [columns.problem] if columns.problem else benchmark.problem
@@ -305,10 +306,11 @@ def make_reader(
     uid_column = choose_column("uid", uid_columns) if uid_columns and columns.uid != ROW_NUMBER else None
 
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
+    # Returns the answer in the text of an answer's column; None if there is no answer in it.
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read_row(index: int, record: Record) -> DataRow:
-        """Read a record into a problem with its right answers."""
+        """Read a record, by the columns that were chosen for all records, into a problem with its right answers."""
         values, uid = record.values, str(index)
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))

@@ -13,7 +13,7 @@ from jackpot.core.types import Prompt
 from jackpot.rollout.tasks.data import PromptSize
 from jackpot.rollout.tasks.rows import Message, Problem, append
 
-_ENDED: dict[str, bool] = {}  # by chat template, whether rendering ends within the limits of time and memory
+_ENDED: dict[str, bool] = {}  # by chat template, whether rendering it ends within the limits of time and memory
 _MARKER = "What the model said."  # an answer that can be found again in the text that a chat template makes
 
 
@@ -122,7 +122,13 @@ class Template:
 
 
 def _ends(template: str, ask: Callable[[], object]) -> bool:
-    """Tell whether `ask`, which renders a chat template, ends in the limits; a child process tries it once."""
+    """Tell whether a chat template can be rendered within the limits of time and memory of `ends_in_limits`.
+
+    A child process tries each template once; the result is kept for later calls.
+
+    Args:
+        ask: a function that renders the template.
+    """
     if template not in _ENDED:
         _ENDED[template] = ends_in_limits(ask)
     return _ENDED[template]

@@ -123,20 +123,21 @@ class WandbRun:
     def __init__(
         self, tracking: WandbConfig, settings: Mapping[str, Any], folder: Path, lines: Sequence[Mapping[str, Any]]
     ) -> None:
+        """Choose the id of the W&B run, begin the run, send a new run the lines so far, and store the id."""
         wandb = wandb_module()
-        record = folder / "wandb" / "run_id"
-        name = record.read_text().strip() if lines and record.exists() else ""
+        id_file = folder / "wandb" / "run_id"
+        run_path = id_file.read_text().strip() if lines and id_file.exists() else ""  # ENTITY/PROJECT/ID
         project = f"{tracking.entity or ''}/{tracking.project}/"
 
-        is_new = not name.startswith(project)
+        is_new = not run_path.startswith(project)  # also where the settings name another entity or project than before
         if is_new:
-            name = project + secrets.token_hex(8)
+            run_path = project + secrets.token_hex(8)
 
         try:
             self._run = wandb.init(
                 project=tracking.project,
                 entity=tracking.entity,
-                id=name.removeprefix(project),
+                id=run_path.removeprefix(project),
                 name=folder.resolve().name,
                 dir=folder,
                 config=settings,
@@ -150,8 +151,8 @@ class WandbRun:
             for line in lines if is_new else ():
                 self.log(line)
 
-            record.parent.mkdir(exist_ok=True)  # a disabled W&B does not make the folder
-            write_whole(record, name.encode() + b"\n")
+            id_file.parent.mkdir(exist_ok=True)  # a disabled W&B does not make the folder
+            write_whole(id_file, run_path.encode() + b"\n")
         except Exception as error:  # wandb's errors have no common class
             raise ConfigError(
                 f"tracking.wandb: Weights & Biases gives no run: {str(error) or repr(error)} Run `wandb login`, or set "

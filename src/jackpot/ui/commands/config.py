@@ -112,7 +112,10 @@ def setting_groups() -> Iterator[SettingGroup]:
 
 
 def notes_on(blocks: "Sequence[reference.Block]") -> list[str]:
-    """Return a line for each choice of these blocks, and for each block inside them that may be null."""
+    """Return lines that explain the blocks: one for each name that a block can have, as `engine=vllm`, and its meaning.
+
+    A block inside another block that is null by default gets a line with its own meaning, too.
+    """
     lines = {}
     for block in blocks:
         lines |= {f"`{block.key}={name}`": meaning for name, meaning in block.variants}

@@ -25,8 +25,8 @@ def recipes(
         typer.Argument(help="Recipe to print in full; default a list of all.", autocompletion=complete_recipe),
     ] = None,
 ) -> None:
-    """List the recipes; with NAME one in full: the source of each setting, its arms, which row of which paper's table
-    each is, and the published numbers.
+    """List the recipes. With NAME, print one recipe in full: the source of each setting, its arms, for each arm the
+    paper's table and row that it repeats, and the published numbers.
 
     docs/reproducing.md says what the papers leave open, where they contradict themselves, and what we chose.
 

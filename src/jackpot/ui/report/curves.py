@@ -144,7 +144,8 @@ class _ChartMaker:
 
     def _metric_charts(self, pattern: str) -> Iterator[Chart]:
         """Yield charts of the metrics not drawn yet whose name, without position or sign, matches a pattern."""
-        families: dict[str, dict[str, str]] = {}  # base name: suffix, such as positive or 4-15, or "": metric
+        # By name without suffix, the metrics of that name by suffix: a band as 4-15, a sign as positive, or "".
+        families: dict[str, dict[str, str]] = {}
         for metric in self._metrics:
             match = _FAMILY.fullmatch(metric)
             base, suffix = (match["base"], match["band"] or match["sign"]) if match else (metric, "")
@@ -230,7 +231,10 @@ def _arm_line(arm: Arm, metric: str) -> MeanLine:
 
 
 def _as_series(line: MeanLine, name: str, color_index: int) -> Series:
-    """Return the series that draws a line, with fewer points and digits."""
+    """Convert a line to a chart's series, with fewer points and digits, so that the page stays small.
+
+    A line of fewer than two numbers has marks too, since no stroke shows it.
+    """
     line = downsample(line)
     return Series(
         name=name,

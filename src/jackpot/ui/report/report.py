@@ -24,7 +24,7 @@ class Report:
     """A written page: its path, and what it contains and leaves out."""
 
     path: Path  # the page
-    runs: int  # number of runs in it
+    runs: int  # number of runs that the page shows
     unfinished: tuple[str, ...]  # names of the runs that are not finished
     unreadable: tuple[str, ...]  # a sentence about each file and folder that was left out
 

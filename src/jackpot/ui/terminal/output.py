@@ -184,7 +184,15 @@ def _needed_width(head: str, cells: Sequence[str], is_number: bool) -> int:
 
 
 def _divide_columns(needed: Sequence[int], width: int) -> list[list[int]]:
-    """Divide the indices of columns that need these widths into tables that fit, each with the first column."""
+    """Divide the columns of a table that is too wide into several tables that fit the console.
+
+    Args:
+        needed: width of each column below which it cannot be read, characters.
+        width: width of the console, characters.
+
+    Returns:
+        For each table the indices of its columns: the first column, which all tables repeat, and at least one other.
+    """
     tables: list[list[int]] = [[0]]
     for index in range(1, len(needed)):
         if _table_width(needed[column] for column in [*tables[-1], index]) > width and len(tables[-1]) > 1:

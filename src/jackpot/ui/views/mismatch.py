@@ -235,7 +235,13 @@ def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
 
 
 def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[Chart, ...]:
-    """Return charts of the mean gap and the KL over bands of one kind of token; none if no pair has such bands."""
+    """Return a chart of the mean |p - q| and one of the KL, over bands of tokens; no chart if no pair has such bands.
+
+    Args:
+        pairs: each a sampler and a learner; each has a line in both charts.
+        kind: by what tokens are divided into bands, a key of `bands` of a pair's numbers.
+        label: label of the horizontal axis.
+    """
     names = tuple(dict.fromkeys(band.name for pair in pairs for band in pair.numbers.bands.get(kind, ())))
     if not names:
         return ()

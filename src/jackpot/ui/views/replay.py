@@ -87,7 +87,7 @@ def facts(result: ReplayResult) -> Table:
     tokens = Mean.named(metrics, "total_variation").count
     quantiles = ", ".join(f"{ratio_quantile(metrics, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
     divergences = ", ".join(format_number(value(f"mismatch/kl_{name}"), ".4f") for name in ("k1", "k3"))
-    clips = [correction.setting.objective for correction in result.corrections[:1]]  # the same for all corrections
+    clips = [correction.setting.objective for correction in result.corrections[:1]]  # all have the same PPO clip
 
     rows = [
         ("responses, tokens", f"{int(value('responses')):,}, {int(tokens):,}"),

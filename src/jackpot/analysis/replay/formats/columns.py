@@ -13,10 +13,10 @@ from jackpot.analysis.replay.responses import DamagedRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The names of the columns in which a library saves a response, and their alignment with the tokens.
+    """The names of the columns in which a library (verl, slime, ...) saves a response, and how the columns line up.
 
-    Columns with a number for each token begin where the column `ids` begins. With `at_end` they end where `ids` ends,
-    and may be shorter.
+    A column with one number for each token has its first number at the first token of the column `ids`; or, with
+    `at_end`, its last number at the last token of `ids`, and then it may be shorter than `ids`.
     """
 
     ids: str  # column of the response's tokens; without `prompt`, of the tokens of prompt and response

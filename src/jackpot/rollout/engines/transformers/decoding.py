@@ -192,10 +192,10 @@ class DecodingBatch:
         self._keys = upload(keys, model.device)  # [N]
         self._num_generated = 0  # tokens generated in every unfinished row
 
-        # [R, tokens, 2 + 2K], the draw of every token (`pack_draw`), on the CPU. Parts of `torch.empty` that are not
-        # written take no memory.
-        size = 2 + 2 * self._settings.num_top_log_probs
-        self._records = torch.empty(len(requests), max(limits), size, dtype=torch.int32)
+        # [R, tokens, 2 + 2K], the draw of every token of R requests, on the CPU, as `pack_draw` lays it out: the token,
+        # its log-prob, and K ids and K log-probs. Parts of `torch.empty` that are not written take no memory.
+        record_size = 2 + 2 * self._settings.num_top_log_probs
+        self._records = torch.empty(len(requests), max(limits), record_size, dtype=torch.int32)
 
     @property
     def requests(self) -> list[Request]:

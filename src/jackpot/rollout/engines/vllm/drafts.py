@@ -111,15 +111,15 @@ def expand(
 
 
 def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> DraftCounts:
-    """Return the counts of the drafts of one response.
+    """Compute `DraftCounts` of one response that vLLM generated with a draft model.
 
     Args:
         prompt_length, response_length: numbers of tokens.
-        metrics: vLLM's `RequestSpecDecodeMetrics` of the response, with the drafts of each pass of the policy after
-            that over the prompt; every such pass verifies drafts.
+        metrics: vLLM's `RequestSpecDecodeMetrics` of the response. It has the numbers of drafted and of accepted tokens
+            for each forward pass of the policy after the pass over the prompt; every such pass verifies drafts.
     """
     accepted, drafted = metrics.per_step_accepted, metrics.per_step_drafted
-    num_drafts = metrics.num_spec_tokens  # largest number of drafts in a step
+    max_drafts = metrics.num_spec_tokens  # largest number of drafts that one pass can verify
 
     return DraftCounts(
         tokens=response_length,
@@ -131,5 +131,5 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
         read_alone=prompt_length + response_length - 1,
         read_by_policy=prompt_length + sum(drafted) + len(drafted),
         # The draft model reads all that the policy has read, rejected tokens too, one token more, and its own drafts.
-        read_by_draft=prompt_length + num_drafts + sum(drafted) + len(drafted) * (1 + num_drafts),
+        read_by_draft=prompt_length + max_drafts + sum(drafted) + len(drafted) * (1 + max_drafts),
     )

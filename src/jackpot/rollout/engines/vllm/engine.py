@@ -145,7 +145,13 @@ class VLLMEngine(ThreadEngine):
         return score_by_requests(rollouts, temperature, self._log_probs)
 
     def _log_probs(self, requests: Sequence[tuple[str, LogProbRequest]]) -> list[list[float]]:
-        """Return the log-probs that requests ask for, as `score_by_requests` needs them."""
+        """Send requests for log-probs of given tokens to vLLM, and wait for the results: a list of log-probs each.
+
+        This is the function `answers` of `score_by_requests`.
+
+        Args:
+            requests: pairs of a rollout's uid, which is not used here, and a request.
+        """
         futures: list[Future[list[float]]] = [Future() for _ in requests]
 
         def add_all() -> None:

@@ -108,9 +108,9 @@ class WeightFormat(Format):
         """Yield the tensors that vLLM gets for weights in the engine's dtype: plain, rounded, or codes and scales."""
         if self.quantization is None:
             yield from named_tensors
-        elif self.quantization_config:
+        elif self.quantization_config:  # vLLM's quantized layers hold codes and scales: send these
             yield from quantize_named(named_tensors, self.quantized_names, SCHEMES[self.quantization])
-        else:
+        else:  # vLLM computes with plain weights (int8_w8a16): send these, rounded to numbers that codes can express
             grid = SCHEMES[self.quantization].weights
             for name, tensor in named_tensors:
                 is_quantized = name in self.quantized_names

@@ -75,7 +75,9 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
         if (reference_choice := parse_choice(reference)) is not None:
             return is_choice(normalize(answer), reference_choice, partial(_compare, algebra=algebra))
         if _SUM_WITH_E.search(reference) and "".join(answer.split()) == "".join(reference.split()):
-            return True  # 2e-3 and 2e - 3: normalized they differ, but both may mean the sum
+            # The texts differ by spaces only. `normalize` reads 2e-3 as 0.002 and leaves 2e - 3, a difference with
+            # Euler's number, as it is; but 2e-3 may be meant as that difference too.
+            return True
         return _compare(_OPTION.sub("", normalize(answer), count=1), normalize(reference), algebra)
     except RecursionError:  # brackets nested some hundred times
         return False
@@ -105,7 +107,11 @@ def is_readable(reference: str) -> bool:
 
 
 def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
-    """Compare two normalized texts, or members of structures, by the form of the reference."""
+    """Tell whether a normalized answer equals a normalized reference; how they are compared depends on the reference.
+
+    The reference may be a relation, a number in another base, words, a structure (a tuple, a set, ...), or else a
+    single expression. Members of a structure are compared by this function too.
+    """
     answer_name, reference_name = _name(answer), _name(reference)
     if answer_name != reference_name and _RELATION.search(answer) and _RELATION.search(reference):
         return _by_algebra(answer, reference, algebra)

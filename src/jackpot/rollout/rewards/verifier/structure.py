@@ -28,8 +28,8 @@ class Structure(NamedTuple):
     """
 
     kind: str  # the brackets, or list, set, union, ratio, matrix with its shape
-    members: tuple[str, ...]  # texts of the members
-    ordered: bool  # False where the members may come in any order
+    members: tuple[str, ...]  # text of each member, such as the entries of a tuple or matrix
+    ordered: bool  # False where two structures are equal whatever the order of their members, as for sets
 
 
 def parse_structure(text: str) -> Structure | None:
