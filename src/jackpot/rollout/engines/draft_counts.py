@@ -26,6 +26,11 @@ class DraftCounts:
             setattr(self, count.name, getattr(self, count.name) + getattr(counts, count.name))
         return self
 
+    def clear(self) -> None:
+        """Set all counts to 0."""
+        for count in fields(self):
+            setattr(self, count.name, 0)
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics of drafts (docs/metrics.md) by name; empty where no token was generated."""
         if not self.tokens:

@@ -4,6 +4,7 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jackpot.core.errors import EngineError
@@ -123,7 +124,8 @@ class QueuedEngine(Engine):
 
     def take_draft_counts(self) -> DraftCounts:
         with self._changed:
-            counts, self._draft_counts = self._draft_counts, DraftCounts()
+            counts = replace(self._draft_counts)
+            self._draft_counts.clear()  # in place, as a batch that is under way goes on counting in it
         return counts
 
     def sleep(self) -> None:

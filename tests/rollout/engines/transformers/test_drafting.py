@@ -177,6 +177,22 @@ def test_a_draft_that_is_the_policy_is_accepted_whole(tokens, passes):
     assert engine.take_metrics() == {}
 
 
+def test_counts_taken_within_a_batch_are_not_lost():
+    model = make_model("llama").double()
+    engine, _ = drafted(model, model, stops=(), tokens=2)
+    requests = make_requests([5, 9], group=1, num_new=20)
+    short, long = (
+        replace(request, sampling=request.sampling.model_copy(update={"max_new_tokens": count}))
+        for request, count in zip(requests, (3, 20), strict=True)
+    )
+    engine.submit([long])
+    engine.generate([short])
+    tokens = engine.take_draft_counts().tokens
+    assert 3 < tokens < 23
+    engine.collect(1)
+    assert tokens + engine.take_draft_counts().tokens == 23
+
+
 def test_a_pass_waits_for_its_draws_alone():
     """Positions, uniforms and tokens go to the device without a wait, however many are drafted."""
     model = make_model("llama")
