@@ -479,7 +479,8 @@ def _text(value: Any, column: str) -> str | None:
         return None
 
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and abs(value) < _LARGEST_NUMBER:
+    is_finite = isinstance(value, int) or (is_number and math.isfinite(value))  # a large int is no float
+    if is_number and is_finite and abs(value) < _LARGEST_NUMBER:
         digits = f"{Decimal(str(value)) or 0:f}"
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
 

@@ -243,7 +243,7 @@ def test_a_saved_model_without_eos_writes_to_the_limit(tmp_path):
 def test_an_engine_that_sleeps_wakes_with_the_new_weights(folder, new_folder):
     """On a CPU vLLM keeps the memory but goes through the same states."""
     engine, new = make(folder), Reference(new_folder, torch.float32)
-    engine._settings = engine._settings.model_copy(update={"enable_sleep_mode": True})
+    engine._capabilities = replace(engine.capabilities, sleeps=True)
     requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
     engine.generate(requests)
     engine.sleep()
