@@ -51,6 +51,7 @@ def _triton_reader(device: torch.device) -> TileReader:
         raise ConfigError("head_kernel is triton, but Triton is not installed; install it, or use head_kernel: auto")
     if device.type != "cuda" and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError(f"head_kernel is triton, but the device is {device}; use head_kernel: auto, or a GPU")
+
     try:
         reader = import_module("jackpot.objectives.kernels.triton_reader").TRITON  # few installs have it
         tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)

@@ -141,6 +141,8 @@ def _objective(config: Config) -> str:
     """Name the advantage, the aggregation of the loss, and each further term of the loss."""
     objective = config.objective
     terms = [f"advantage {objective.advantage}", f"{objective.loss_agg_mode} over {objective.count} tokens"]
+
+    # The terms that only some runs have.
     if config.critic:
         terms.append(f"critic from {config.critic.path or config.policy.path}")
     if reference := objective.reference:
@@ -152,6 +154,7 @@ def _objective(config: Config) -> str:
         terms.append(f"up to -{buffer.penalty_factor:g} for the last {buffer.len} tokens")
     if config.batch.filter_groups:
         terms.append(f"groups filtered, at most {config.batch.filter_groups.max_num_gen_batches} generation batches")
+
     return "; ".join(terms)
 
 
