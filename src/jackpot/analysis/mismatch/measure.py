@@ -19,9 +19,10 @@ from jackpot.core.statistics import Estimate, Sample
 
 ENTROPY_BANDS = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats, the starts of the bands of entropy
 QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
-HIGH_GAP = 0.5  # gap |p - q| above which a response is counted as high, as in the blog post on TIS
+HIGH_GAP = 0.5  # gap |p - q| above which a response is counted as high, as in the TIS post that docs/mismatch.md links
 FAR = 2.0  # ratio q/p above which, or below 1 / FAR, the two probabilities of a token count as far apart
 DRAWN_TOKENS = 2_000  # most tokens that are kept for the picture of p against q
+_ALL_TOKENS = 0  # row, in the sums of all bands, of the band that has every token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,10 @@ class ResponseGap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBand:
-    """The mismatch at all tokens in one band of response length, position or entropy; fields as `MismatchNumbers`."""
+    """The mismatch at all tokens in one band of response length, position or entropy.
+
+    A field means the same as the field of that name in `MismatchNumbers`.
+    """
 
     name: str
     tokens: int  # number of tokens
@@ -62,8 +66,8 @@ class MismatchNumbers:
     response_mean_gap: Estimate  # mean over responses of their mean gap
     high: int  # responses whose largest gap is above HIGH_GAP
     log_gap: Estimate  # mean |log p - log q|, nats
-    other_token: Estimate | None  # share of tokens where the two most probable tokens differ; None if unknown
-    other_experts: Estimate | None  # share of tokens sent to other experts in any layer; None if unknown
+    other_token: Estimate | None  # share of tokens where sampler and learner rank another token first; None: unknown
+    other_experts: Estimate | None  # share of tokens that both send to different experts in a layer; None: unknown
     k1: Estimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
     k3: Estimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
     kl: tuple[Estimate, Estimate] | None  # lower and upper bound of KL(sampler || learner); None if unknown
@@ -80,7 +84,7 @@ class MismatchNumbers:
 
 
 class MismatchSums:
-    """A collector of the mismatch of responses, which are added in any order."""
+    """A collector of the mismatch at the tokens of responses, which are added one by one in any order."""
 
     def __init__(self) -> None:
         self._sums: ClusteredMean | None = None  # [bands, columns], a column for each quantity that is averaged
@@ -88,9 +92,9 @@ class MismatchSums:
         self._bands: list[tuple[str, str]] = []  # (kind, name) of each band; the first is of all tokens
         self._columns: list[str] = []  # names of the columns
         self._responses: list[ResponseGap] = []
-        self._log_ratios: list[Tensor] = []
-        self._pairs: list[Tensor] = []
-        self._is_exact = True
+        self._log_ratios: list[Tensor] = []  # for each response [N] log q/p of its sampled tokens
+        self._pairs: list[Tensor] = []  # for each response [N, 2] probabilities (p, q) of its sampled tokens
+        self._is_exact = True  # whether the bounds of KL and total variation are equal in all responses
 
     def add(self, uid: str, tokens: TokenMismatch) -> None:
         """Add one response; a response without a sampled token is ignored."""
@@ -98,15 +102,21 @@ class MismatchSums:
         if not len(gap):
             return
 
-        # Sums [bands, columns]: of the values, of the numbers of tokens, and of their products for standard errors.
+        # The sums of this response, [bands, columns].
         bands, columns = _masks(tokens), _columns(tokens)
         self._bands, self._columns = [*bands], [*columns]
         masks, values = torch.stack([*bands.values()]), torch.stack([*columns.values()])
         totals = torch.where(masks[:, None], values, 0.0).sum(-1)
         counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
         has_tokens = (counts > 0).double()
-        products = (totals.square(), totals * counts, counts.square())
-        response_sums = ClusteredMean(totals, counts, *products, has_tokens)
+        response_sums = ClusteredMean(
+            total=totals,
+            count=counts,
+            squares=totals.square(),
+            products=totals * counts,
+            counts=counts.square(),
+            responses=has_tokens,
+        )
         self._sums = self._sums + response_sums if self._sums else response_sums
         self._largest = torch.maximum(self._largest, torch.where(masks, gap, -math.inf).amax(-1))
 
@@ -127,19 +137,19 @@ class MismatchSums:
         if not self._responses:
             raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
 
-        means, ratios = self._means(0), torch.cat(self._log_ratios)
+        means, log_ratios = self._means(_ALL_TOKENS), torch.cat(self._log_ratios)
         max_gaps = tuple(response.max_gap for response in self._responses)
         mean_gaps = tuple(response.mean_gap for response in self._responses)
 
         bands: dict[str, tuple[TokenBand, ...]] = {}
         for row, (kind, name) in enumerate(self._bands):
-            if row and (band := self._band(row, name)):  # row 0 is of all tokens
+            if row != _ALL_TOKENS and (band := self._band(row, name)):
                 bands[kind] = (*bands.get(kind, ()), band)
 
         return MismatchNumbers(
             responses=len(self._responses),
-            tokens=len(ratios),
-            max_gap=float(self._largest[0]),
+            tokens=len(log_ratios),
+            max_gap=float(self._largest[_ALL_TOKENS]),
             gap=means["gap"],
             response_max_gap=Sample(max_gaps).estimate,
             response_mean_gap=Sample(mean_gaps).estimate,
@@ -153,9 +163,9 @@ class MismatchSums:
             kl_is_exact=self._is_exact,
             variation=_bounds(means, "variation"),
             ratio=means["ratio"],
-            quantiles=_quantiles(ratios),
-            above=float((ratios > math.log(FAR)).double().mean()),
-            below=float((ratios < -math.log(FAR)).double().mean()),
+            quantiles=_quantiles(log_ratios),
+            above=float((log_ratios > math.log(FAR)).double().mean()),
+            below=float((log_ratios < -math.log(FAR)).double().mean()),
             support=means.get("support"),
             bands=bands,
             each=tuple(self._responses),
@@ -163,16 +173,19 @@ class MismatchSums:
         )
 
     def _means(self, row: int) -> dict[str, Estimate]:
-        """Return the mean of every column in a band, by name; empty for a band without tokens."""
+        """Return the mean over one band's tokens of every quantity in `_columns`, by name; empty without tokens.
+
+        `row` is the band's row in the sums.
+        """
         sums = self._sums
         assert sums is not None  # `numbers` has checked that there is a response
-        # Each field of the sums is a tensor [bands, columns]; a mean is made of the same entry of all fields.
+        # A `ClusteredMean` for each column, made of the entries [row, column] of all fields of the sums.
         band_sums = [getattr(sums, field.name)[row] for field in fields(sums)]
         means = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *band_sums, strict=True)}
         return {name: mean for name, mean in means.items() if mean}
 
     def _band(self, row: int, name: str) -> TokenBand | None:
-        """Return the mismatch in the band of row `row` of the sums; None for a band without tokens."""
+        """Return the mismatch in the band `name`, whose row in the sums is `row`; None for a band without tokens."""
         means = self._means(row)
         if not means:
             return None
@@ -189,7 +202,7 @@ class MismatchSums:
 
 
 def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimate] | None:
-    """Return the means of a quantity's lower and upper bound; None where the bounds are unknown."""
+    """Return the means of the lower and the upper bound of a quantity, such as `kl`; None where they are unknown."""
     return (means[f"{name}_low"], means[f"{name}_high"]) if f"{name}_low" in means else None
 
 
@@ -233,14 +246,14 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
-    """Return share -> quantile of q/p: the smallest ratio that this share of the tokens does not exceed."""
+    """Return quantiles of q/p by share of tokens: the smallest ratio that this share of the tokens does not exceed."""
     ordered = log_ratios.sort().values
     indices = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
     return {f"{share:g}": math.exp(float(ordered[index])) for share, index in zip(QUANTILES, indices, strict=True)}
 
 
 def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
-    """Pick at most DRAWN_TOKENS rows (p, q) of [N, 2] at equal distances, and the row of the largest gap."""
+    """Pick at most DRAWN_TOKENS of N pairs (p, q) for the picture: every n-th one, and the one of the largest gap."""
     step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})

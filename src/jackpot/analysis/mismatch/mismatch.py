@@ -34,7 +34,7 @@ from jackpot.rollout.multi_turn import generate_rollouts
 from jackpot.rollout.tasks.base import PromptStream, Task
 from jackpot.rollout.tasks.registry import make_sets, make_task
 
-_MOST_LOG_PROBS = 2**26  # most log-probs that are kept in all by default: 800 MB with their token ids
+_MOST_LOG_PROBS = 2**26  # most log-probs of all tokens together that are kept by default: 800 MB with token ids
 _TOP_LOG_PROBS = 64  # log-probs that are kept of each token where whole distributions would exceed _MOST_LOG_PROBS
 _VERSION = Version(0, 0)
 
@@ -43,11 +43,11 @@ _VERSION = Version(0, 0)
 class MismatchPair:
     """The result of comparing one learner with one sampler, on the sampler's responses."""
 
-    name: str  # name of the side that differs from other pairs, or of both sides
+    name: str  # short name of the pair, by `_pair_name`
     sampler: str
     learner: str
     verdict: str  # a sentence about the mean gap
-    cut: float  # share of responses that ended at the limit
+    cut: float  # share of responses that ended at the limit of their length
     top_log_probs: int  # number of log-probs of the sampler's distribution that are known at every token
     vocabulary: int  # size of the vocabulary
     numbers: MismatchNumbers
@@ -78,7 +78,7 @@ def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> M
     sides = (*config.samplers, *config.learners)
     paths = list(dict.fromkeys(side.path for side in sides))
 
-    # All distributions are over the same ids: one tokenizer, and the rows that every output layer has.
+    # All distributions are over the same token ids: those for which every model has a row in its output layer.
     tokenizer = load_tokenizer(paths[0])
     for path in paths:
         check_same_tokenizer(tokenizer, load_tokenizer(path))
@@ -89,8 +89,9 @@ def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> M
     sampler_names, learner_names = names[: len(config.samplers)], names[len(config.samplers) :]
     pairs = []
     with ExitStack() as cleanup:
-        sets = make_sets(config.benchmarks, tokenizer, config) if config.benchmarks else {}
-        tasks = list(sets.values()) or [make_task(config.task, tokenizer)]
+        # The prompts are those of the benchmarks, or else those of the task.
+        benchmarks = make_sets(config.benchmarks, tokenizer, config) if config.benchmarks else {}
+        tasks = list(benchmarks.values()) or [make_task(config.task, tokenizer)]
         for task in tasks:
             cleanup.callback(task.close)
 
@@ -162,7 +163,7 @@ def _sample(
 ) -> tuple[list[Rollout], list[SamplerScores]]:
     """Generate the responses of one sampler, and return them with the sampler's scores.
 
-    Every sampler gets the same prompts and the same random numbers.
+    Every sampler gets the same prompts and the same random numbers, and reads `rows` rows of its output layer.
     """
     with closing(make_engine(sampler.engine, sampler.path, device, _VERSION, rows=rows)) as engine:
         vocabulary = engine.capabilities.vocab_size
@@ -201,13 +202,13 @@ def _sample(
 
 def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
     """Return how many of the sampler's log-probs are kept at a token: by default all, if they take little memory."""
-    vocabulary, largest = capabilities.vocab_size, capabilities.num_top_log_probs
+    vocabulary, most_reported = capabilities.vocab_size, capabilities.num_top_log_probs
     if config.top_log_probs is not None:
         return min(config.top_log_probs, vocabulary)
 
     tokens = config.responses * config.sampling.max_new_tokens
-    is_small = vocabulary * tokens <= _MOST_LOG_PROBS and largest >= vocabulary
-    return vocabulary if is_small else min(_TOP_LOG_PROBS, largest)
+    is_small = vocabulary * tokens <= _MOST_LOG_PROBS and most_reported >= vocabulary
+    return vocabulary if is_small else min(_TOP_LOG_PROBS, most_reported)
 
 
 def _requests(
@@ -215,6 +216,7 @@ def _requests(
 ) -> Iterator[tuple[Task, list[Request]]]:
     """Yield each task with the requests to a sampler; the responses are spread evenly over the tasks."""
     for index, task in enumerate(tasks):
+        # The first tasks get the remainder, one response each.
         count = config.responses // len(tasks) + (index < config.responses % len(tasks))
         requests = []
         for prompt in PromptStream(task, "test", config.seed).next(count):
@@ -254,6 +256,6 @@ def _read_again(scores: SamplerScores, second_pass: LearnerScores, reread: bool)
 
 
 def _formats(side: SideConfig, device: str) -> dict[str, str]:
-    """Return the number format of each layer of a side on a kind of device, by the layer's name."""
+    """Return layer name -> number format in which a sampler or learner computes the layer on a kind of device."""
     formats = SideFormats.of(side.engine, device, getattr(side, "autocast", None))
     return layer_formats(load_meta_model(side.path), formats)

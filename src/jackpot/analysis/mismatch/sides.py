@@ -17,7 +17,8 @@ from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
-_SIDE_KEYS = ("path", "autocast", "temperature", "engine")  # keys of a side; every other key is its engine's
+# Settings of a sampler or learner itself; every other key that the user gives is a setting of its engine.
+_SIDE_KEYS = ("path", "autocast", "temperature", "engine")
 Changes = Sequence[Mapping[str, Any]]
 
 
@@ -28,8 +29,8 @@ def mismatch_config(
 
     By default both sides have the weights of `model`. For a run, the sampler is the run's engine with the rollout model
     of the best, or else newest, checkpoint. There are two learners: that rollout model in the precision of training
-    (the engine's own gap) and the policy (the whole mismatch); one, where the policy generates its own rollouts. The
-    prompts are held-out problems of the run's task, and sampling is that of training.
+    (the engine's own gap) and the policy (the whole mismatch). Where the policy generates its own rollouts, both are
+    one learner. The prompts are held-out problems of the run's task, and sampling is that of training.
 
     Args:
         model: path of a model, or the folder of a run.
@@ -40,9 +41,10 @@ def mismatch_config(
         ConfigError: settings that do not exist or do not fit, or two sides that are the same.
         CheckpointError: a folder that is neither a model nor a run, or a run without a checkpoint.
     """
-    # The defaults of the sampler, of one or two learners, and of the other settings; first those of a model.
+    # Default settings of the sampler, of one or two learners, and of everything else. First those for a bare model, in
+    # which the learner equals the sampler; for a run they are replaced.
     sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
-    defaults, settings = [sampler], {}
+    learner_defaults, settings = [sampler], {}
     if run := config_of_run(model):
         policy = resolve_model_path(model)
         rollout_model = policy if run.rollout_model is None else str(Path(policy).parent / "rollout_model")
@@ -53,15 +55,17 @@ def mismatch_config(
         }
         if run.trained_quantization:
             training["engine"] |= run.engine.model_dump(include={"dtype", "quantization", "kv_cache_dtype"})
-        defaults = [{"path": path} | training for path in dict.fromkeys((policy, rollout_model))]
+        learner_defaults = [{"path": path} | training for path in dict.fromkeys((policy, rollout_model))]
 
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
 
+    # The user's changes over the defaults. Without learners from the user, every default learner is compared.
     settings = lay(settings, changes)
     settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])
     settings["learners"] = tuple(
-        [_side("learner", defaults[0], side) for side in learners] or [_side("learner", side, ()) for side in defaults]
+        [_side("learner", learner_defaults[0], side) for side in learners]
+        or [_side("learner", side, ()) for side in learner_defaults]
     )
 
     config = validated(MismatchConfig, settings)
@@ -83,14 +87,14 @@ def mismatch_config(
 
 def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
     """Build the settings of a sampler or learner; in `changes`, settings of its engine may lack the prefix `engine`."""
-    nested = [
+    overrides = [
         {key: value} if key in _SIDE_KEYS else {"engine": {key: value}}
         for change in changes
         for key, value in change.items()
     ]
 
     try:
-        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], lay(base, nested))
+        return validated({"sampler": SideConfig, "learner": LearnerConfig}[role], lay(base, overrides))
     except ConfigError as error:
         raise ConfigError(f"--{role}: {error}") from None
 
@@ -148,16 +152,17 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
         sampling: how responses were sampled.
         mean_gap: mean |p - q| over sampled tokens.
     """
-    # Where both sides multiply the same codes on a CPU, only their dtypes can differ.
+    # The precisions that decide which gap is allowed: only the dtypes where both sides quantize alike on a CPU, since
+    # quantization then makes no difference between the two.
     formats = unified_formats(sampler.engine)
     is_unified = formats is not None and formats == unified_formats(learner.engine)
     if is_unified and device == "cpu" and not learner.autocast:
-        kinds = precisions(sampler.engine.dtype, learner.engine.dtype, device, sampling)
+        compared = precisions(sampler.engine.dtype, learner.engine.dtype, device, sampling)
     else:
-        kinds = precisions(_precision(sampler), _precision(learner), device, sampling)
+        compared = precisions(_precision(sampler), _precision(learner), device, sampling)
 
-    allowed = max(LARGEST_GAPS[kind] for kind in kinds)
-    coarsest = next(kind for kind in kinds if LARGEST_GAPS[kind] == allowed)
+    allowed = max(LARGEST_GAPS[precision] for precision in compared)
+    coarsest = next(precision for precision in compared if LARGEST_GAPS[precision] == allowed)
     fact = f"mean |p - q| is {mean_gap:.2g}"
 
     if mean_gap == 0.0:

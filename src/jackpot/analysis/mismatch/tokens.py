@@ -28,7 +28,7 @@ class SamplerScores:
     top_log_probs: Tensor  # [T, K] log p at `top_ids`, -inf outside the support of a truncated distribution
     vocabulary: int  # V
     truncated: bool  # whether p is renormalized after top-p or top-k
-    experts: Tensor | None = None  # experts of each token, as in `LearnerScores`
+    experts: Tensor | None = None  # [T, layers, experts of a token] int64, those the sampler used; None: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +125,7 @@ def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> 
             "name=transformers"
         )
 
+    # A list of K tokens that has one with p = 0 holds the whole support.
     possible = top_p > -torch.inf
     if top_p.shape[1] < sampler.vocabulary and not bool((~possible).any(-1).all()):
         raise EngineError(
@@ -143,8 +144,8 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     KL is summed as p log(p/q) - p + q, which has the same sum over whole distributions. Each term is at least 0, and
     rounding of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
 
-    The tail, all tokens beyond the K, has the mass m_p and m_q. By the log-sum inequality its terms sum to at least
-    m_p log(m_p/m_q) - m_p + m_q. Since p <= p_K and q >= lowest in the tail, they sum to at most
+    The tail is all tokens beyond the K; m_p and m_q are its probabilities under p and q. By the log-sum inequality its
+    terms sum to at least m_p log(m_p/m_q) - m_p + m_q. Since p <= p_K and q >= lowest in the tail, they sum to at most
     m_p log(p_K / lowest) - m_p + m_q, which is loose.
 
     Args:
@@ -157,15 +158,15 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     if lowest is None:
         return (kl, kl), (variation, variation)
 
-    # The tail: its masses m_p and m_q, and the bounds of its terms.
-    p_rest, q_rest = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
-    is_known = (p_rest > _SMALLEST_MASS) & (q_rest > _SMALLEST_MASS)
-    tail_low = torch.where(is_known, p_rest * (p_rest / q_rest).log() - p_rest + q_rest, 0.0).clamp(min=0.0)
-    log_term_high = torch.where(p_rest > 0, p_rest * (log_p.amin(-1) - lowest), 0.0)
-    tail_high = torch.maximum(tail_low, log_term_high - p_rest + q_rest)
+    # The tail: its probabilities, and the bounds of the sum of its terms.
+    m_p, m_q = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
+    is_known = (m_p > _SMALLEST_MASS) & (m_q > _SMALLEST_MASS)
+    tail_low = torch.where(is_known, m_p * (m_p / m_q).log() - m_p + m_q, 0.0).clamp(min=0.0)
+    log_term_high = torch.where(m_p > 0, m_p * (log_p.amin(-1) - lowest), 0.0)
+    tail_high = torch.maximum(tail_low, log_term_high - m_p + m_q)
 
-    variation_low = variation + 0.5 * (p_rest - q_rest).abs()
-    variation_high = variation + 0.5 * (p_rest + q_rest)
+    variation_low = variation + 0.5 * (m_p - m_q).abs()
+    variation_high = variation + 0.5 * (m_p + m_q)
     return (kl + tail_low, kl + tail_high), (variation_low, variation_high)
 
 

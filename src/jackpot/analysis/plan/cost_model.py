@@ -98,7 +98,7 @@ class Lengths:
     prompt: float  # length of each prompt, tokens
     mean: float  # mean length of responses, tokens; at most `limit`
     limit: int  # greatest length of a response, tokens
-    endless: float = ENDLESS_SHARE  # share of responses that only the limit ends, for `longest`
+    endless: float = ENDLESS_SHARE  # share of responses that only the limit ends; `longest` alone counts them
 
     @property
     def scale(self) -> float:
@@ -145,7 +145,8 @@ class Lengths:
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
 
-        # The longest response that ends by itself, and the limit if one of all responses is endless.
+        # The longest response that ends by itself, with Euler's formula for 1 + 1/2 + ... + 1/count; and the limit if
+        # any response is endless.
         harmonic = math.log(count) + 0.5772 + 1 / (2 * count) if count > 1 else 1.0
         ended = min(float(self.limit), max(self.mean, self.scale * harmonic))
         return self.limit - (self.limit - ended) * (1 - self.endless) ** count
@@ -157,7 +158,7 @@ def _cut_mean(scale: float, limit: int) -> float:
 
 
 class Linear(NamedTuple):
-    """The relative time of an operation in quantized linear layers in training; any other operation takes 1."""
+    """The time of a FLOP in quantized linear layers in training, relative to that of a FLOP in any other layer."""
 
     forward: float
     backward: float
@@ -181,7 +182,7 @@ class ModelCost:
     def drafting_head(self) -> "ModelCost":
         """Return the cost of an untrained head that drafts for this model: one of its layers and an output layer."""
         return ModelCost(
-            parameters=(self.body // self.layers + self.head) // 2,
+            parameters=(self.body // self.layers + self.head) // 2,  # a weight of a matrix costs 2 FLOPs for a token
             trained=0,
             body=self.body // self.layers,
             head=self.head,
@@ -193,8 +194,8 @@ class ModelCost:
     def training(self, lengths: Lengths, checkpoints: bool, extra: float, linear: Linear = PLAIN) -> float:
         """Return the FLOPs of training on one sequence: forward, backward, recomputation and `extra` forward passes.
 
-        A backward pass costs two forward passes, or one where only an adapter is trained. The joint head always
-        computes its logits again in backward. Operations of quantized linear layers count by the time that they take.
+        A backward pass costs two forward passes, or one where only an adapter is trained. The output layer always
+        computes its logits again in backward. FLOPs of quantized linear layers count by the time that they take.
 
         Args:
             lengths: lengths of prompt and response.
@@ -208,7 +209,7 @@ class ModelCost:
         backward = 2 if self.trained == self.parameters else 1
         forward = 1 + (1 if checkpoints else 0) + extra
         body = (forward * linear.forward + backward * linear.backward) * self.body * (lengths.prompt + lengths.mean)
-        head = (2 + backward + extra) * self.head * lengths.mean
+        head = (2 + backward + extra) * self.head * lengths.mean  # 2: forward, and the same again in backward
         return body + (forward + backward) * self.pair * lengths.pairs + head
 
     def forward(self, lengths: Lengths, linear: Linear = PLAIN) -> float:
@@ -236,8 +237,8 @@ class EngineSpeed:
     cache_bytes: float  # room of one engine for keys and values, bytes
     gpus: int  # tensor-parallel GPUs of one engine
     peak: float  # FLOP/s of one GPU at the engine's precision
-    linear: float = 1.0  # time of an operation of linear layers, over the time of any other operation
-    most_gain: float | None = None  # greatest speed-up by quantization; None: all that bytes and operations allow
+    linear: float = 1.0  # time of a FLOP in linear layers, relative to that of a FLOP in any other layer
+    most_gain: float | None = None  # greatest speed-up by quantization; None: no limit but memory traffic and FLOPs
     drafts: Drafts | None = None  # None: the model generates alone
 
     def concurrent(self, sequences: float, lengths: Lengths) -> float:
@@ -256,16 +257,19 @@ class EngineSpeed:
         A decoding step gives every sequence one token. With k drafts, k passes of the drafting model precede a pass of
         the engine's model, which reads k + 1 tokens; these passes together give several tokens and are scheduled once.
         """
-        if self.most_gain:  # quantization saves at most this factor over the same engine in bf16
-            fast = replace(self, most_gain=None)
-            plain = replace(fast, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
-            return max(fast.seconds(sequences, lengths, gpu, engines), plain / self.most_gain)
+        # Quantization is faster than the same engine in bf16 by the factor `most_gain` at most.
+        if self.most_gain:
+            quantized = replace(self, most_gain=None)
+            bf16 = replace(quantized, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
+            return max(quantized.seconds(sequences, lengths, gpu, engines), bf16 / self.most_gain)
 
+        # Without drafts: the decoding steps of one engine, its generated tokens, and their pairs of attention.
         concurrent = self.concurrent(sequences, lengths)
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
 
-        # One scheduled step: each model with its passes, the tokens that a pass reads, the tokens that the step gives.
+        # One scheduled step: each model with its number of passes, the tokens of a sequence that the engine's model
+        # reads, and those that the step adds to the response.
         models = [(self.model, 1)]
         tokens_read, tokens_given = 1, 1.0
         if self.drafts:
@@ -300,11 +304,11 @@ class Work:
     sequences: int  # number of sequences trained on
     steps: int  # number of optimizer steps
     epochs: int  # passes over the rollout batch
-    micro_batches: int  # full micro-batches of an optimizer step: more GPUs than micro-batches do not train faster
+    micro_batches: int  # micro-batches of an optimizer step: GPUs beyond this number do not make training faster
     generated: float  # responses generated for each one trained on
     lengths: Lengths
     checkpoints: bool  # whether activations are computed again in backward
-    extra: float  # number of forward passes without gradient over all sequences: for anchors, and one for kappa
+    extra: float  # number of forward passes without gradient over all sequences, by `extra_passes` in estimate.py
 
 
 class Hours(NamedTuple):
@@ -355,11 +359,11 @@ def run_hours(
         peak: FLOP/s of one GPU at the precision of training.
         linear: relative time of quantized linear layers in training.
     """
-    # Training: passes over the batch, and the optimizer's memory traffic.
-    extra, busy = work.extra / work.epochs, min(gpus, work.micro_batches)
+    # Training: passes over the batch on the GPUs that have a micro-batch, and the optimizer's memory traffic.
+    extra, busy_gpus = work.extra / work.epochs, min(gpus, work.micro_batches)
     flops = sum(model.training(work.lengths, work.checkpoints, extra, linear) for model in models) + other_flops
     traffic = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
-    passes = flops * work.sequences * work.epochs / (busy * peak * TRAINING_SHARE)
+    passes = flops * work.sequences * work.epochs / (busy_gpus * peak * TRAINING_SHARE)
 
     engines = gpus / engine.gpus
     seconds = Hours(
@@ -373,10 +377,10 @@ def run_hours(
 def evaluation_hours(
     sets: Sequence[tuple[EngineSpeed, int]], times: int, lengths: Lengths, gpu: Gpu, gpus: int
 ) -> float:
-    """Return the hours of a run's evaluations, in which the sets are answered one after the other.
+    """Return the hours of a run's evaluations, in which the sets of problems are answered one after the other.
 
     Args:
-        sets: the engine and the number of answers of each set.
+        sets: for each set of problems, the engine that answers it and the number of answers.
         times: number of evaluations.
         lengths: lengths of prompts and answers.
         gpu: data sheet of the GPUs.

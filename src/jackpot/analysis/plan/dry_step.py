@@ -1,8 +1,8 @@
 """The peak memory of one training step, found by running the step on fake tensors, which have shapes and no storage.
 
-The largest micro-batch goes through the modules that the learner itself uses: scoring, forward, the split of the
-rollout model's gradient, backward. Of the output layer only two tiles are run; for the other tiles as many bytes are
-held for as long (`_head`), so that the peak is the same.
+The largest micro-batch goes through the modules that the learner itself uses: scoring, forward, `GradientSplit` (the
+rollout model's gradient by loss), backward. Of the output layer only two tiles of the vocabulary are run; for the other
+tiles as many bytes are held for as long (`_head`), so that the peak is the same.
 """
 
 import logging
@@ -44,7 +44,7 @@ from jackpot.objectives.kernels.topk import BLOCK
 from jackpot.training.guards import CHECKED_TOKENS
 from jackpot.training.joint_optimizer import GradientSplit
 
-RUN_TILES = 2  # number of vocabulary tiles of the output layer that are run; all later ones need memory as the second
+RUN_TILES = 2  # vocabulary tiles of the output layer that are run; each later one needs as much memory as the second
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -132,13 +132,14 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     if config.critic:
         paths["critic"] = config.critic.path or config.policy.path
 
+    # A model without an optimizer in its settings, such as the reference, is frozen.
     models: dict[str, PreTrainedModel] = {}
     for name, path in paths.items():
         models[name] = (critic_outline if name == "critic" else load_meta_model)(path).eval()
         prepare(config, name, models[name], config.device == "cpu")
         if getattr(getattr(config, name, None), "optimizer", None) is None:
             models[name].requires_grad_(False)
-    cut_heads(models, run_rows(config, config.model_paths()))
+    cut_heads(models, run_rows(config, config.model_paths()))  # all output layers get the rows of the shortest
     return models
 
 
@@ -157,7 +158,7 @@ def _give_memory(model: PreTrainedModel) -> None:
 
 
 def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Compute log-probs of as many tokens as a thorough check of the engine does, to count the memory for it.
+    """Compute log-probs of CHECKED_TOKENS tokens, as training does to check the engine, to count the memory for it.
 
     The backbone is not run here, since its activations take more memory in training.
     """
@@ -184,12 +185,12 @@ def _train(
     with _precision(config):
         hidden = [_read(model, shape) for model in pair]
         waiting = _waiting_tensors(config, shape, len(pair))
-        values = _head(config, pair, hidden)
+        values = _head(config, pair, hidden)  # log-probs and entropy of each model, then KLs between the two
         reference_kl = _reference_kl(config, models, shape, hidden[0])
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
     # As in training, where `GradientSplit` separates the gradients of the rollout model's two losses; it is built here
-    # for the memory that it takes. The PPO loss (eq. 6) reads nothing but the rollout model's log-probs, `values[2]`.
+    # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that the PPO loss (eq. 6) reads.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
     del hidden, values, reference_kl, waiting, split
@@ -199,7 +200,7 @@ def _train(
 
 
 def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Run the critic forward and backward, on a packed row if the critic can read one, else on padded sequences."""
+    """Run the critic forward and backward, on all sequences packed into one row if it can read that, else padded."""
     with _precision(config):
         if can_pack(critic):
             states = read_row(backbone(critic), _row(shape))
@@ -212,9 +213,10 @@ def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchS
 def _reference_kl(
     config: Config, models: Mapping[str, PreTrainedModel], shape: MicroBatchShape, policy_hidden: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run the frozen reference model, and return the values of the exact KL, which carry the policy's gradient.
+    """Run the frozen reference model, and return the exact KL of policy and reference, with the policy's gradient: [N].
 
-    The tuple is empty without a reference, and for a KL that is estimated from sampled tokens.
+    The KL is the only entry of the tuple, which is empty without a reference, and where training estimates the KL from
+    sampled tokens.
     """
     settings = config.objective.reference
     if settings is None:
@@ -223,8 +225,9 @@ def _reference_kl(
     with torch.no_grad():
         hidden = _read(models["reference"], shape)
         if settings.kl_loss_type != "exact":
-            _head(config, [models["reference"]], [hidden])
+            _head(config, [models["reference"]], [hidden])  # for its memory: training reads the log-probs
             return ()
+    # The last output for two models is KL(second || first), here KL(policy || reference).
     return _head(config, [models["reference"], models["policy"]], [hidden, policy_hidden])[-1:]
 
 
@@ -234,7 +237,7 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
     For each model these are its top log-probs with their ids, its log-probs at the engine's top ids and at the other
     model's, and, where several responses share a prompt, an attention mask.
     """
-    # The sizes in bytes are those of an int64 id, and of a float32 log-prob in each of three lists.
+    # For each entry of a top-k list: 8 bytes of an int64 id, and a float32 log-prob in each of three lists.
     count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
     held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
 
@@ -254,7 +257,7 @@ def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
     ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
     responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
     prompt_of_row = torch.arange(rows) % prompts
-    hidden = predicting_hidden(model, ids, None, prompt_of_row, responses, None)
+    hidden = predicting_hidden(model, ids, None, prompt_of_row, responses, None)  # None: nothing is padded
     return hidden.flatten(0, 1).clone()  # training, too, copies the states of the tokens that exist
 
 
@@ -269,13 +272,14 @@ def _row(shape: MicroBatchShape) -> PackedRow:
 
 
 def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run the joint head on the first tiles of the vocabulary, and return its outputs that carry a gradient, [N] each.
+    """Run all output layers together on the first tiles of the vocabulary, and return the outputs with gradient, [N].
 
-    The gradients of the other rows of the output layers are held while backward goes over these outputs.
+    These are log-probs and entropy of each model, and for two models the forward and the reverse KL. While backward
+    goes over them, memory is held for the gradients of the rows of the output layers that were not run.
 
     Args:
         config: settings of the run.
-        models: the models whose heads are read together.
+        models: one or two models, whose output layers are read together.
         hidden: [N, H] hidden states of each model.
     """
     positions = len(hidden[0])
@@ -283,7 +287,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     weights = [layer.weight[: layer.out_features] for layer in layers]
     vocabulary = len(weights[0])
 
-    # The tile that training takes on the device of the run.
+    # The tile, (positions, tokens of the vocabulary), that training takes on the device of the run.
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
     most_positions, most_tokens = default_tile(positions, vocabulary, device_type)
@@ -306,7 +310,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     values, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
 
     # In backward the gradients of the rows that were not run take memory too. `values` has two outputs of each head,
-    # and then the outputs that read both heads.
+    # and then those of the pair of heads.
     for index, (weight, run_weight) in enumerate(zip(weights, run_weights, strict=True)):
         if rows_run < vocabulary and run_weight.requires_grad:
             of_head, of_pair = values[2 * index : 2 * index + 2], values[2 * len(heads) :]

@@ -59,13 +59,13 @@ from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 DRAFTED = 4  # drafts a pass, assumed for `engine.draft.tokens: auto`
 ENGINES_SHARE = 0.9  # share of a GPU's memory that engines take if no learner is on it: vLLM's own default
-AT_ONCE = 4  # batches that engines which run ahead generate at once, as with batch.ahead 7: long tails overlap
+AT_ONCE = 4  # batches that engines generate at once if rollouts are made ahead of training, as with batch.ahead = 7
 LARGE = 100_000_000  # least number of parameters of all models at which a plan shows GPUs and hours
 SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)  # kinds and numbers of GPUs that every plan shows
 
 
 class MachineEstimate(NamedTuple):
-    """The memory and the hours of a run on some GPUs, and the hours of the policy alone for comparison."""
+    """The memory and the hours of a run on some GPUs, and hours if the policy alone generates, for comparison."""
 
     kind: str  # name of the GPU, a key of GPUS
     shard: Shard  # memory of each GPU
@@ -86,7 +86,7 @@ class CostEstimate(NamedTuple):
 
     prompts: PromptLengths
     response: float  # mean length of a response, tokens
-    rows: list[MachineEstimate]
+    rows: list[MachineEstimate]  # for each of SHOWN_KINDS on each of SHOWN_COUNTS
     stated: MachineEstimate  # estimate on the GPUs that were asked about or that the recipe names, else on one H100
     this_machine: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
     fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
@@ -141,9 +141,9 @@ def gpus_here() -> GpusConfig | None:
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs of engines that have GPUs without a learner, where vLLM can take more of the memory.
+    """Return the needs of engines if no learner is on their GPUs, so that vLLM engines can take more of the memory.
 
-    The shares of the memory that vLLM engines take are scaled to `ENGINES_SHARE` in all.
+    The shares of a GPU's memory that vLLM engines take are scaled so that they sum to `ENGINES_SHARE`.
     """
     shares = {
         name: engine.settings.gpu_memory_utilization
@@ -167,8 +167,8 @@ class ShareHours:
 
     run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # returns the hours of all iterations with an engine
     work: Work  # work of one iteration
-    policy: EngineSpeed  # the policy's engine alone on the GPUs
-    beside: EngineSpeed  # the policy's engine beside the rollout model's
+    policy: EngineSpeed  # the policy's engine in a run without a rollout model
+    beside: EngineSpeed  # the policy's engine if the rollout model's engine has memory of the same GPUs
     rollout_model: EngineSpeed
     costs: Mapping[Role, ModelCost]
     gpu: Gpu
@@ -184,9 +184,10 @@ class ShareHours:
         )
 
     def at(self, share: float, drafts: Drafts | None = None) -> Hours:
-        """Return the hours if the rollout model generates a share of each batch, or drafts, and both are trained.
+        """Return the hours if the rollout model generates a share of each batch, and the policy the rest; both train.
 
-        The weights of every model that generates or drafts are sent.
+        With `drafts`, the rollout model drafts for the policy. The weights of every model that generates or drafts are
+        sent to its engine.
         """
         whole = self.run(self.work, self.rollout_model, [*self.costs.values()])
         sending = whole.sending if share > 0.0 or drafts else 0.0
@@ -196,7 +197,7 @@ class ShareHours:
 
 
 class Estimator:
-    """An estimator of one run on any GPUs, in which everything that no GPU decides is computed once.
+    """An estimator of one run on any GPUs, which computes once what does not depend on the kind and number of GPUs.
 
     Args:
         config: settings of the run.
@@ -239,24 +240,25 @@ class Estimator:
         """Return memory and hours of the run on `count` GPUs of a kind."""
         shard = self.shard(kind, count)
         if not shard.fits:
-            return MachineEstimate(kind, shard, None, None)
+            return MachineEstimate(kind, shard, hours=None, alone=None)
 
         shares = self.shares(GPUS[kind], count)
         evaluating = self.evaluating(shares)
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
 
-        # The same number of responses in on-policy iterations of the policy alone.
+        # The same number of responses in on-policy iterations of the policy alone: `times` iterations for each one.
         work, times = on_policy(shares.work)
         once = shares.run(work, shares.policy, [self._costs["policy"]])
         alone = Hours(*(times * activity for activity in once))._replace(evaluating=evaluating)
-        return MachineEstimate(kind, shard, hours, alone, self.ahead(GPUS[kind], count, evaluating))
+        ahead = self.ahead(GPUS[kind], count, evaluating)
+        return MachineEstimate(kind, shard, hours=hours, alone=alone, ahead=ahead)
 
     def ahead(self, gpu: Gpu, count: int, evaluating: float, writer: Role = "policy") -> Hours | None:
         """Return the fewest hours of a run that generates batches while it trains on earlier ones.
 
-        Some GPUs generate and the others train; all splits are tried. If the policy generates, drafts of a head are
-        tried too. The GPUs that train must have room for weights, gradients and moments in float32; activations are not
-        counted.
+        Some GPUs generate and the others train; all splits are tried. If the policy generates, it is also tried with a
+        small head that drafts for it. The GPUs that train must have room for weights, gradients and moments in float32;
+        activations are not counted.
 
         Args:
             gpu: data sheet of the GPUs.
@@ -277,7 +279,8 @@ class Estimator:
         # A parameter takes 4 bytes as a weight and, if it is trained, 12 more for gradient and moments.
         fewest = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
-        # Every split of the GPUs into some that generate and others that train.
+        # Every split of the GPUs into some that generate and others that train. The learner waits if generating takes
+        # longer than training.
         estimates: list[Hours] = []
         for generating in range(1, count - fewest + 1):
             if not degree(needs["engine"], gpu, generating):
@@ -305,10 +308,10 @@ class Estimator:
         # FLOPs of generating one response, averaged over the models; with drafts both read every drafted token.
         by_policy, by_model = policy.forward(self.lengths), model.forward(self.lengths)
         share = 0.0 if config.rollout_model is None else fmean(map(config.rollout_model.share_at, iterations))
-        written = share * by_model + (1.0 - share) * by_policy
+        generated = share * by_model + (1.0 - share) * by_policy
         if drafts := self.drafts:
             passes = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
-            written = passes * (by_model + by_policy)
+            generated = passes * (by_model + by_policy)
 
         # FLOPs of training on one response; an on-policy step needs no extra pass.
         work = self.work()
@@ -322,8 +325,11 @@ class Estimator:
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
         evaluated = self.evaluations * evaluation / (work.sequences * config.iterations)
 
-        rollouts, alone = work.generated * written, work.generated * by_policy
-        return FlopShares(rollouts / alone, (rollouts + trained + evaluated) / (alone + trained_alone + evaluated))
+        rollouts, rollouts_alone = work.generated * generated, work.generated * by_policy
+        return FlopShares(
+            rollouts=rollouts / rollouts_alone,
+            all=(rollouts + trained + evaluated) / (rollouts_alone + trained_alone + evaluated),
+        )
 
     def run_hours(self, shares: ShareHours) -> Hours:
         """Return the hours of all iterations of the run, without evaluations."""
@@ -334,13 +340,13 @@ class Estimator:
 
         # Hours are averaged over iterations, and computed once for all iterations of the same share. Where the rollout
         # model is not used any more, the policy generates everything and is trained alone.
-        kinds = Counter(
+        iterations_alike = Counter(
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
-        alone = [self._costs["policy"]]
+        policy_alone = [self._costs["policy"]]
         weighted: list[list[float]] = []
-        for (share, is_used), times in kinds.items():
-            hours = shares.at(share, self.drafts) if is_used else shares.run(shares.work, shares.beside, alone)
+        for (share, is_used), times in iterations_alike.items():
+            hours = shares.at(share, self.drafts) if is_used else shares.run(shares.work, shares.beside, policy_alone)
             weighted.append([times / count * activity for activity in hours])
         return Hours(*map(sum, zip(*weighted, strict=True)))
 
@@ -361,7 +367,7 @@ class Estimator:
         if self._config.draft is None:
             return None
         tokens = DRAFTED if self._config.draft.tokens == "auto" else self._config.draft.tokens
-        return Drafts(self._costs["rollout_model"], tokens, ACCEPTANCE)
+        return Drafts(model=self._costs["rollout_model"], tokens=tokens, acceptance=ACCEPTANCE)
 
     def shares(self, gpu: Gpu, count: int, needs: Mapping[str, EngineNeeds] | None = None) -> ShareHours:
         """Return the hours on `count` GPUs as a function of the rollout model's share.
@@ -369,7 +375,7 @@ class Estimator:
         Args:
             gpu: data sheet of the GPUs.
             count: number of GPUs.
-            needs: needs of the engines by setting; None: of engines that share the GPUs with the learner.
+            needs: needs of the engines by the key of their settings; None: of engines on the learner's GPUs.
         """
         needs = needs or self.needs
         policy = needs_of(self._config, "policy", self._config.engine, self._prompt)
@@ -394,10 +400,11 @@ class Estimator:
         )
 
     def _engine_speed(self, engine: EngineNeeds, gpu: Gpu, gpus: int) -> EngineSpeed:
-        """Return the speed of an engine on the fewest of `gpus` GPUs that hold it, or on all where no number does."""
+        """Return the speed of an engine, spread over the fewest of `gpus` GPUs that hold it, or over all if none do."""
         cost, settings = self._costs[engine.role], engine.settings
         spread = degree(engine, gpu, gpus) or gpus
         path = self._config.model_paths()[engine.role]
+        # The greatest speed-up by FP8, for a mixture of experts or for a dense model.
         gain = MIXTURE_FP8_GAIN if getattr(outline(path).config, "num_experts_per_tok", None) else DENSE_FP8_GAIN
 
         return EngineSpeed(
@@ -415,12 +422,12 @@ class Estimator:
     def work(self) -> Work:
         """Return the work of one iteration, as the settings and the assumed lengths define it."""
         config, batch = self._config, self._config.batch
-        step = (batch.mini_batch_size or batch.rollouts) * (self.lengths.prompt + self.lengths.mean)
+        step_tokens = (batch.mini_batch_size or batch.rollouts) * (self.lengths.prompt + self.lengths.mean)
         return Work(
             sequences=batch.rollouts,
             steps=batch.steps_per_iteration,
             epochs=batch.ppo_epochs,
-            micro_batches=math.ceil(step / batch.micro_batch_tokens),
+            micro_batches=math.ceil(step_tokens / batch.micro_batch_tokens),
             generated=DYNAMIC_ROUNDS if batch.filter_groups else 1.0,
             lengths=self.lengths,
             checkpoints=config.activation_checkpointing,
@@ -434,7 +441,7 @@ def _peak(dtype: str, gpu: Gpu) -> float:
 
 
 def _engine_linear(settings: EngineConfig, gpu: Gpu) -> float:
-    """Return the time of an operation of an engine's linear layers, over the time of any other operation.
+    """Return the time of a FLOP in an engine's linear layers, relative to that of a FLOP in its other layers.
 
     Only vLLM multiplies INT8 codes as integers.
     """
@@ -444,7 +451,7 @@ def _engine_linear(settings: EngineConfig, gpu: Gpu) -> float:
 
 
 def _trained_linear(config: Config, gpu: Gpu) -> Linear:
-    """Return the relative time of quantized linear layers in training: below 1 where the GPU multiplies FP8."""
+    """Return the relative time of a FLOP in quantized linear layers in training: below 1 if the GPU multiplies FP8."""
     if config.trained_quantization != "fp8" or gpu.fp8 is None:
         return PLAIN
     return Linear(1 / FP8_TRAINING_GAIN, 1 / FP8_TRAINING_GAIN if config.fp8_backward == "fp8" else 1.0)
@@ -454,20 +461,21 @@ def extra_passes(config: Config) -> float:
     """Return the number of forward passes without gradient over a rollout batch.
 
     If an iteration has several optimizer steps, one pass is for the anchors, the policy's log-probs before the first
-    step. One pass in every epoch is for kappa, if kappa is computed beforehand and the anchors do not give it.
+    step. One pass in every epoch is for kappa, if that is computed beforehand and the anchors do not give it; kappa is
+    the factor of OBRS that scales estimates of Z to the mean acceptance.
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
-    anchored = steps > 1 and getattr(correction, "target", "old") == "old"
+    anchors_give_kappa = steps > 1 and getattr(correction, "target", "old") == "old"
     is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
     beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
-    needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchored
+    needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchors_give_kappa
     return float(steps > 1) + (config.batch.ppo_epochs if needs_pass else 0)
 
 
 def _evaluated(config: Config) -> list[tuple[Role, int]]:
-    """Return (model, number of answers) for each set of an evaluation.
+    """Return (model, number of answers) for each set of problems in an evaluation.
 
-    Both models answer the task's problems, and the policy alone the other sets.
+    Both models answer the task's problems, and the policy alone the benchmarks of known size.
     """
     settings = config.evaluation
     answers = [settings.problems * settings.k]

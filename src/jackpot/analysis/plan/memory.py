@@ -62,6 +62,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
     trained = sum(size.trained for size in sizes.values())
     rollout_model = config.rollout_model
     reference = sizes["policy"].parameters if config.objective.reference else 0
+    # Gradients of a rollout model that is updated once in an iteration are collected until then.
     waiting = sizes["rollout_model"].trained if rollout_model and rollout_model.update == "iteration" else 0
 
     return MemoryPlan(
@@ -79,18 +80,19 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
 def micro_batch(config: Config, prompt_tokens: int) -> MicroBatchShape:
     """Return the shape of the largest micro-batch, with as many sequences of full length as fit.
 
-    If an optimizer step takes the whole rollout batch, responses to one prompt are together in a micro-batch.
+    If an optimizer step takes the whole rollout batch, responses to one prompt are together in a micro-batch. Else a
+    micro-batch may have as many prompts as sequences.
     """
     batch, response = config.batch, config.sampling.max_new_tokens
     step = batch.mini_batch_size or batch.rollouts
 
     rows = max(1, min(step, batch.micro_batch_tokens // (prompt_tokens + response)))
     prompts = math.ceil(rows / batch.group_size) if step == batch.rollouts else min(rows, batch.prompts)
-    return MicroBatchShape(prompts, rows, prompt_tokens, response)
+    return MicroBatchShape(prompts=prompts, rows=rows, prompt_tokens=prompt_tokens, response_tokens=response)
 
 
 def _copied_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
-    """Return the bytes of copies of old weights, with which rollouts generated ahead are checked (`old_policy`)."""
+    """Return the bytes of copies of older weights, with which training checks rollouts that were generated ahead."""
     if not (config.batch.ahead and config.guard.check_engine):
         return 0
     roles: list[Role] = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]

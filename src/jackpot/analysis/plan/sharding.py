@@ -69,7 +69,7 @@ class Shard:
     training: float | None  # activations and loss of a micro-batch; None where shapes alone do not decide them
     resting: float  # memory of engines while the learner trains
     generation: float  # memory of engines while they generate
-    tensor_parallel: dict[str, int]  # setting of an engine -> GPUs of one such engine; 0 if it does not fit
+    tensor_parallel: dict[str, int]  # GPUs of one engine, by its key in the settings; 0 if it does not fit
 
     @property
     def peak(self) -> float:
@@ -85,7 +85,7 @@ class Shard:
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Keep autocast from caching copies of weights in the body, since sharding frees a copy together with its layer."""
+    """Plan as for sharded layers: autocast caches no copies of weights, since FSDP frees a copy with its layer."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -121,13 +121,15 @@ def _copied(config: Config, role: Role, model: PreTrainedModel) -> int:
 
 
 def _largest_layer(model: PreTrainedModel) -> int:
-    """Count the parameters of the largest layer that FSDP gathers; a model without such layers is gathered whole."""
+    """Count the parameters of the largest layer that FSDP gathers; a model of no known layers is gathered whole."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)] or [model]
     return max(map(parameter_count, layers))
 
 
 def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
-    """Return the memory needs of the engine of rollouts and, if there is one, that of evaluations, by setting.
+    """Return the memory needs of the engine of rollouts and, if there is one, that of evaluations.
+
+    The keys are those of the engines in the settings: `engine` and `evaluation.engine`.
 
     Args:
         config: settings of the run.
@@ -171,9 +173,9 @@ def shard(
     """Return the memory of a run on each of `gpus` GPUs.
 
     Args:
-        memory: memory of training in one process, planned inside `sharded`.
+        memory: memory of training in one process, planned within the context `sharded`.
         gathered: numbers of parameters that each GPU gathers.
-        needs: needs of the engines by setting.
+        needs: needs of the engines, by `engine` and `evaluation.engine`.
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
         offloads: whether several GPUs keep weights, gradients and moments in the memory of their machines.
@@ -200,7 +202,7 @@ def shard(
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
 
-    Without a setting, a vLLM engine takes what weights and activations leave of its share of the memory.
+    If `kv_cache_memory_bytes` is not set, it is what weights and activations leave of the engine's share of the memory.
     """
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):

@@ -45,7 +45,7 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count the parameters of a model; tied ones count once."""
+    """Count the parameters of a model; weights that layers share (tied) count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -102,10 +102,11 @@ def prompt_lengths(config: Config) -> PromptLengths:
         if not _is_unreachable(config):
             raise
         longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
-        return PromptLengths(longest, min(longest, MEAN_PROMPT), assumed=str(error).partition(": ")[0])
+        why = str(error).partition(": ")[0]
+        return PromptLengths(longest=longest, mean=min(longest, MEAN_PROMPT), assumed=why)
 
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    return PromptLengths(max(lengths), sum(lengths) / len(lengths), "", left_out)
+    return PromptLengths(longest=max(lengths), mean=sum(lengths) / len(lengths), assumed="", left_out=left_out)
 
 
 def _left_out(events: Sequence[Mapping[str, Any]]) -> str:

@@ -37,6 +37,7 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
     Raises:
         JackpotError: the run would refuse to start, as `launch.checks.check_start` says.
     """
+    # The launcher may need further settings, so the run is checked with these.
     config = resolve(recipe, arm, overrides)
     program, added = _launcher(config, gpus)
     placed = place_engines(resolve(recipe, arm, [*overrides, *added]), gpus, on_gpu=True)
@@ -49,7 +50,7 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
 
 
 def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
-    """Return the words that start a program on `gpus` ranks, and the settings that this program needs in addition."""
+    """Return the first words of the command for `gpus` ranks, and the settings that must be added for this launcher."""
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
     if gpus <= MACHINE or process_rank().size > 1:
@@ -60,9 +61,9 @@ def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
 def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
     """Return the GPUs on which a large run can start.
 
-    If GPUs were asked about, these alone are considered. Else it is first the GPUs that the recipe names, or the fewest
-    of a kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not fit, or an
-    engine needs several GPUs: in the process that trains, an engine has one.
+    If GPUs were asked about, these alone are considered. Else considered are, first, the GPUs that the recipe names, or
+    the fewest of a kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not
+    fit, or if an engine needs several GPUs, since every engine gets one, that of the process that trains.
 
     Args:
         config: settings of the run.
@@ -75,7 +76,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
         fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
         counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 
-    # An engine that needs several GPUs does not fit into the process that trains.
+    # `degree` is 0 if an engine does not fit on one GPU.
     engines = engine_needs(config, needs.prompts.longest).values()
     return [
         GpusConfig.model_validate({"kind": kind, "count": count})

@@ -6,10 +6,10 @@ adapters and the critic.
 
 | setting | becomes |
 |---|---|
-| models | the same architecture with few random parameters; starters and small folders stay where all models do |
+| models | the same architecture with few random parameters; if all are small already, all stay as they are |
 | tokenizers | the policy's own for all models, where it is on the disk; else bytes, those of the text starters |
 | `task.train`, `task.test` | `PROBLEMS` problems of each source, cut at `PROBLEM_BYTES`; made up if it is not local |
-| `evaluation.benchmarks` | the same of each set |
+| `evaluation.benchmarks` | as `task.train`: `PROBLEMS` problems of each benchmark |
 | `engine`, `evaluation.engine` | transformers, in the same dtype |
 | `sampling.max_new_tokens` | at most `NEW_TOKENS`; `objective.overlong_buffer.len` is the same share of it |
 | `sampling.stop_token_ids` | the end token of the text starters, where their tokenizer is used |
@@ -57,17 +57,17 @@ GROUP = 4  # most responses of a group
 NEW_TOKENS = 32  # most tokens of a response
 TOP_LOG_PROBS = 128  # most captured log-probs of a token; a tokenizer of bytes has a few hundred tokens
 PROBLEM_BYTES = 300  # longest text of a problem, bytes
-SEQUENCES = 32  # fewest sequences of a rollout batch: in 2 of 10,000 batches none of the 8 groups has two rewards
+SEQUENCES = 32  # fewest sequences of a rollout batch: in only 2 of 10,000 do rewards differ in none of the 8 groups
 STEP_SEQUENCES = 2  # fewest sequences of an optimizer step
 AROUND_TOKENS = 120  # most tokens that a chat template adds to the texts of a prompt
 SMALL_ENOUGH = 10_000_000  # most parameters of a local model that stays as it is
 
 
 class ReplacedModels(NamedTuple):
-    """The models that small ones replace, all or none, and the model whose tokenizer the small ones take."""
+    """The large models of a run, which small ones replace all or not at all, and the tokenizer of the small ones."""
 
     configs: dict[str, PreTrainedConfig]  # configs of the large models by path; empty: all models stay
-    tokenizer: str  # path of the policy, or `BYTES`
+    tokenizer: str  # path of the model whose tokenizer the small ones take: the policy, or `BYTES`
 
 
 class TinyRun(NamedTuple):
@@ -245,20 +245,20 @@ def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 def replaced_models(config: Config) -> ReplacedModels:
     """Find the config of each model that a small one replaces, and choose the tokenizer.
 
-    All models of a run must have one tokenizer. So if one model is replaced, all are, also starters and small folders.
+    All models of a run must have one tokenizer. So if one model is replaced, all are, also those that `_stays` keeps.
 
     Raises:
         ModelError: the config of a model is neither on the disk, nor on the hub, nor in the table of published models.
     """
     paths = dict.fromkeys(_model_paths(config).values())
     if all(map(_stays, paths)):
-        return ReplacedModels({}, config.policy.path)
+        return ReplacedModels(configs={}, tokenizer=config.policy.path)
     tokenizer = config.policy.path if own_tokenizer(config.policy.path) else BYTES
-    return ReplacedModels({path: load_config(path) for path in paths}, tokenizer)
+    return ReplacedModels(configs={path: load_config(path) for path in paths}, tokenizer=tokenizer)
 
 
 def _stays(path: str) -> bool:
-    """Return whether a model is small enough to stay: a starter, or a local one of at most SMALL_ENOUGH parameters."""
+    """Return whether a model is small enough to stay: one of Jackpot's starters, or a small model in a local folder."""
     if path.startswith(STARTER_PREFIX):
         return True
     try:
@@ -280,6 +280,7 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
         target = _model_folder(path, folder)
         if target.exists():
             continue
+        # The rollout model is the smaller of the two, unless it is the policy's model itself.
         size = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
         unfinished = target.with_name(f"{target.name}.unfinished")
         save_tiny(unfinished, like, size, models.tokenizer, answers, fold_in(0, "tiny", path))
@@ -288,12 +289,12 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
 
 def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
     """Return file -> source for all data that the run reads, where the file holds the few problems that replace it."""
-    shared = sets_of(config.task)
-
+    # A benchmark in a file has its columns named as the task's test problems have.
+    file_settings = sets_of(config.task)
     sources = {
         _set_file(name, folder): DataConfig(source=name)
         if name in BENCHMARKS
-        else DataConfig(source=name, columns=shared.columns, answers=shared.answers)
+        else DataConfig(source=name, columns=file_settings.columns, answers=file_settings.answers)
         for name in filter(_is_data, config.evaluation.benchmark_names)
     }
 

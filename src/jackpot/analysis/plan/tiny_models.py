@@ -62,8 +62,8 @@ def save_tiny(
     # Every answer that is not too long becomes a token in each form.
     plain_tokens = len(tokens)
     boxed = [f"\\boxed{{{answer}}}" for answer in dict.fromkeys(answers) if len(answer) <= _LONGEST_ANSWER]
-    forms = [AddedToken(form.format(answer), normalized=False) for answer in boxed for form in _ANSWER_FORMS]
-    tokens.add_tokens(forms)  # pyright: ignore[reportArgumentType]  # AddedToken is a stand-in in its annotation
+    added = [AddedToken(form.format(text), normalized=False) for text in boxed for form in _ANSWER_FORMS]
+    tokens.add_tokens(added)  # pyright: ignore[reportArgumentType]  # AddedToken is a stand-in in its annotation
     tokens.model_max_length = CONTEXT
     tokens.unk_token = tokens.unk_token or tokens.pad_token  # without one, some tokenizer classes add a token
 
@@ -114,8 +114,9 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
     """Return the factor for the output layer's rows of answer tokens, so that random responses hold answers often.
 
     A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
-    exponential is exp(s^2 / 2). With the factor, answers have a tenth of the probability.
+    exponential is exp(s^2 / 2). With the factor, all answers together have about a tenth of the probability.
     """
+    # The mean exponential that an answer's logit must have, exp((factor s)^2 / 2); a plain token's is about 1.
     gain = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
     if gain <= 1.0:
         return 1.0

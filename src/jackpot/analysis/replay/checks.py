@@ -14,12 +14,12 @@ LEAST_EFFECTIVE_SEQUENCES = 0.2  # share of effective responses below which weig
 
 
 def is_stale(run: Sums) -> bool:
-    """Tell whether the saved log-probs show a policy that was updated after it had received the batch."""
+    """Tell whether the saved log-probs show that the policy had been updated since the trainer received the batch."""
     return float(run["stale_max"].value) > 1e-3
 
 
 def few_sequences(run: Sums) -> str:
-    """Return a warning against weights of whole responses, to append to a sentence; "" if they do little harm."""
+    """Return a warning, to append to a sentence, against weighting whole responses; "" if enough remain effective."""
     effective = float(run["mismatch/sequence_ess"].value)
     if effective >= LEAST_EFFECTIVE_SEQUENCES:
         return ""
@@ -35,7 +35,8 @@ def not_finite(run: Sums, sums: Mapping[str, float]) -> str | None:
 
     Args:
         run: sums of the run before any correction.
-        sums: a sum of each correction that may be recommended, by the correction's label.
+        sums: for each correction that may be recommended, by its label, one number that is not finite if any of the
+            correction's sums is not.
     """
     of_run = {"the run's gap": float(run["total_variation"].value), "the mean of rho": float(run["ratio"].value)}
     names = [name for name, value in (of_run | dict(sums)).items() if not math.isfinite(value)]

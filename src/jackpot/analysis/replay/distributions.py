@@ -23,22 +23,26 @@ _NEGLIGIBLE = -200.0  # log-prob of an empty column under both models, so that t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDistributions:
-    """The distributions of both models at N sampled tokens; float64, nats."""
+    """The distributions of both models at N sampled tokens; float64, nats.
+
+    p_inf is the rollout model, p_new the policy that is updated, and p_old the policy before its first update on the
+    batch.
+    """
 
     at: Tensor  # [B, T] bool, True at the N tokens
     held: Tensor  # [N] bool, True where the tokens in both lists have a probability of at least CAPTURED in each model
     rollout: Tensor  # [N, M] log p_inf; the last column stands for all tokens that are not in both lists
     new: Tensor  # [N, M] log p_new
     old: Tensor | None  # [N, M] log p_old; None: not known, since p_old is neither p_new nor p_inf
-    advantages: Tensor  # [N]
+    advantages: Tensor  # [N] advantage of each token
 
     def z(self, lam: float, target: str) -> Tensor | None:
-        """Return the acceptance Z of OBRS between p_inf and a target, [N]; None if the target is not known.
+        """Return Z, the probability that OBRS accepts a token of p_inf for a target policy, [N]; None if not known.
 
         Z is exact but for the last column, in which many tokens count as one.
 
         Args:
-            lam: lambda of OBRS.
+            lam: lambda of OBRS, by which the target is divided: Z is the sum of min(p_inf, p_target / lam).
             target: old or new, the policy that rollouts are aligned to.
         """
         log_probs = self.new if target == "new" else self.old
@@ -90,9 +94,9 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
 
 
 def z_of(lists: StateDistributions | None, batch: ResponseBatch, lam: float, target: str) -> ZEstimate | None:
-    """Return the acceptance Z of OBRS at the tokens of a batch, [B, T]; None if the target is not known.
+    """Return Z, the mean acceptance of OBRS, at the tokens of a batch, [B, T]; None without lists or known target.
 
-    Tokens that no model sampled get 1.
+    Tokens that the model did not sample, such as a tool's, get 1.
     """
     if lists is None or (z := lists.z(lam, target)) is None:
         return None
@@ -109,7 +113,7 @@ def _with_rest(log_probs: Tensor) -> Tensor:
 
 
 def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
-    """Return log p_old, [N, M], which no list holds, as p_new or p_inf if one equals p_old; else None.
+    """Return log p_old, [N, M]. No list holds it, so log p_new or log p_inf is returned if it is equal, else None.
 
     Before the first step on a batch p_old is p_new, and where the policy itself sampled the batch p_old is p_inf.
     """

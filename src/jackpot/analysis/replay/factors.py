@@ -1,6 +1,7 @@
 """The factor F by which a correction multiplies a token's gradient, averaged over the random mask of accepted tokens.
 
-The gradient of a token's loss at the policy that is updated, p_new, is F A grad log p_new(x) with
+p_new is the policy that is updated, p_inf the rollout model, A the advantage. The gradient of a token's loss is
+F A grad log p_new(x), with the correction's weight w and the ratio r of the surrogate loss:
 
     F = accept * w * r * [PPO's clip lets the token through]      r = p_new / p_proximal, or what another surrogate uses
 
@@ -23,13 +24,16 @@ from jackpot.objectives.joint import references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFactors:
-    """A correction's factors on the gradients of tokens, tensors of one shape. Means E are over the random mask."""
+    """The factor F of a correction on tokens, by its mean and its parts; all tensors have one shape.
 
-    mean: Tensor  # E F
+    E is the mean over the random mask, in which `accept` is 1 for an accepted token and 0 for a rejected one.
+    """
+
+    mean: Tensor  # E F, F being the factor at the top of this file
     either: Tensor  # E F, averaged over both signs of the advantage, for sums over all tokens of a state
     square: Tensor  # E F^2
-    weight: Tensor  # E (accept w), before PPO's ratio and clip
-    accepted: Tensor  # E accept
+    weight: Tensor  # E (accept w), the mean weight w before PPO's ratio and clip
+    accepted: Tensor  # E accept, the probability that the token is accepted
     capped: Tensor  # bool, whether a cap lowered the weight
     clipped: Tensor  # share of the gradient that the clip of PPO removes or that of another surrogate changes
     scale: Tensor  # h, the sum of p_inf F over a state if nothing were capped: kappa Z (OBRS), R_t (prefixes) or 1
@@ -38,7 +42,7 @@ class GradientFactors:
 def inputs_of(
     setting: CorrectionSetting, rollout: Tensor, old: Tensor, new: Tensor, mask: Tensor, z: obrs.ZEstimate
 ) -> CorrectionInputs:
-    """Build a correction's inputs for tokens [B, T], with uniforms and advantages of 0, which `factors` replaces.
+    """Build a correction's inputs for tokens [B, T]; random numbers and advantages are 0, and `factors` replaces them.
 
     Args:
         setting: the correction with its settings.
@@ -69,7 +73,7 @@ def factors(
         new: [B, T] log p_new.
         advantages: [B, T]; the sign decides which side PPO clips, and which tokens some corrections reject. At tokens
             with an advantage of 0, and at all tokens with None, both signs count half.
-        totals: sums over the step, for kappa.
+        totals: sums over the optimizer step, from which OBRS takes its factor kappa.
     """
     positive, negative = (
         replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)
@@ -134,11 +138,15 @@ def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new
         surrogate = objective.surrogate(log_probs, proximal, inputs.advantages, mask, *clips)
         (gradient,) = torch.autograd.grad(surrogate.value.sum(), log_probs)
 
+    # Every advantage is 1 or -1, so the quotient is the factor without the advantage.
     return torch.where(mask, gradient / inputs.advantages, 0.0), torch.where(mask, surrogate.clipped.double(), 0.0)
 
 
 def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Correction) -> Tensor:
-    """Return h, the sum of p_inf F over each state if nothing were capped: [B, T]."""
+    """Return h, the sum of p_inf F over all tokens that a state allows, if no weight were capped: [B, T].
+
+    A state is the context of a token. If h is not the same in all states, the correction weighs states unequally.
+    """
     log_ratio = inputs.log_ratio
 
     # In these corrections Z is in the weight, or is the share of accepted tokens.
@@ -177,9 +185,9 @@ class _MaskAveraged(NamedTuple):
 def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, totals: Sums) -> _MaskAveraged:
     """Average a correction over its random mask of accepted tokens.
 
-    If the smallest and the largest uniform give the same mask, a token's mask is deterministic. Else the token is
-    accepted with probability a(x). With an expected mask the weight is always a w; with a sampled mask the weight is w
-    with probability a.
+    If the smallest and the largest random number give a token the same mask, the mask is deterministic. Else the token
+    is accepted with probability a. With the correction's `mask: expected` its weight is always a w; with
+    `mask: sampled` it is w with probability a, else 0.
     """
     correction = setting.objective.correction
     lowest = correction.apply(replace(inputs, uniforms=torch.zeros_like(inputs.uniforms)), totals)
@@ -188,10 +196,10 @@ def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, to
     is_random = lowest.accept_mask != highest.accept_mask
     if not is_random.any():
         value = lowest.weights * lowest.accept_mask
-        return _MaskAveraged(value, torch.ones_like(value), lowest.accept_mask, lowest)
+        return _MaskAveraged(value=value, chance=torch.ones_like(value), accepted=lowest.accept_mask, correction=lowest)
 
     chance = torch.where(is_random, inputs.acceptance(correction.lam), lowest.accept_mask)
-    return _MaskAveraged(lowest.weights, chance, chance, lowest)
+    return _MaskAveraged(value=lowest.weights, chance=chance, accepted=chance, correction=lowest)
 
 
 LARGEST_LOG_RATIO = 40.0  # largest log R_t, so that sums of R_t stay finite

@@ -1,6 +1,8 @@
 """Bias, variance and drift of a corrected gradient against the exact gradient, from sums over all tokens of a state.
 
-Gradients are with respect to the logits of a state. docs/replay.md has the formulas and their symbols.
+A state is the context of one sampled token. Gradients are with respect to the logits in a state. docs/replay.md has the
+formulas and their symbols: p_inf is the rollout model, p_new the updated policy, F a correction's factor on a token's
+gradient, and E the mean over the correction's random mask.
 
 Shapes: `N` states, `M` tokens of each.
 """
@@ -18,10 +20,10 @@ from jackpot.core.metrics import Mean, Sum, Sums
 class StateValues(NamedTuple):
     """The effect of one correction on the gradient in each of N states, whose M tokens all have known probabilities."""
 
-    trained: Tensor  # [N, M] f, the weight of each token in the corrected gradient
-    second: Tensor  # [N, M] p_inf E F^2
-    of_state: Tensor  # [N] F_s, the sum of f over the tokens
-    variation: Tensor  # [N] F_s times the total variation between f / F_s and p_new
+    trained: Tensor  # [N, M] f = p_inf E F, the weight of each token in the corrected gradient
+    second: Tensor  # [N, M] p_inf E F^2, the second moment that belongs to the mean f
+    of_state: Tensor  # [N] F_s, the sum of f over the tokens of the state
+    variation: Tensor  # [N] F_s times the total variation between the normalized weights f / F_s and p_new
 
 
 def state_values(factors: GradientFactors, states: StateDistributions) -> StateValues:
@@ -46,12 +48,13 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
     norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x, the squared norm of grad log p_new(x)
 
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
-    squares = states.advantages.square()
+    squared_advantages = states.advantages.square()
 
     def total(products: Tensor) -> Sum:
         """Sum products [N, M] over tokens and states, each state weighted by its squared advantage."""
-        return Sum((squares * products.sum(-1)).sum())
+        return Sum((squared_advantages * products.sum(-1)).sum())
 
+    # The names S_ff, S_ft, S_tt and c = S_ft / S_tt are those of docs/replay.md.
     return {
         "state": Mean.of(of_state, everywhere),
         "state square": Mean.of(second.sum(-1), everywhere),
@@ -59,7 +62,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         "estimator": total(trained.square() * norms),  # S_ff
         "product": total(trained * target * norms),  # S_ft
         "exact": total(target.square() * norms),  # S_tt
-        "noise": total((second - trained.square()) * norms),  # variance of the corrected gradient, times c^2
+        "noise": total((second - trained.square()) * norms),  # c^2 times the corrected gradient's variance
         "ideal noise": total((target - target.square()) * norms),  # the variance of sampling from p_new itself
         "drift": total((trained - of_state.unsqueeze(-1) * target).square()),
     }
@@ -68,13 +71,13 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
 def exact_numbers(sums: Sums) -> dict[str, float]:
     """Compute the fields of `CorrectionResult` that are exact sums over states; empty without a state.
 
-    - `exact_effective` is the effective sample size as a share.
+    - `exact_effective` is the effective sample size of the weighted tokens, as a share of their number.
     - `tv_after_correction` is the total variation that the correction leaves.
     - `bias` is 0 for the exact direction and 1 for an orthogonal one. A common factor, which a learning rate offsets,
       is no bias.
     - `variance` is a multiple of the variance of responses that the updated policy samples itself.
     - `drift` is a multiple of the exact gradient's size.
-    - `state_spread` is the standard deviation of F_s over the mean of F_s.
+    - `state_spread` is the standard deviation over the mean of F_s, the weight that the correction gives to a state.
     """
     if "state" not in sums:
         return {}

@@ -24,7 +24,7 @@ LEAST_QUOTIENT = 1.15  # least quotient of the higher over the lower temperature
 LEAST_LINEARITY = 0.85  # least correlation of two columns of log-odds that may be one model's at two temperatures
 LEAST_EXPLAINED = 0.4  # least share of the variance of the difference of log-odds that the slope explains
 SURE_ERRORS = 4.0  # standard errors below 0 from which on a mean is negative, and not by chance
-LIKELY_ERRORS = 3.0  # standard errors from 0 beyond which a mean says which column is wrong, if one of two must be
+LIKELY_ERRORS = 3.0  # standard errors from 0 beyond which the sign of a mean says which of two columns is wrong
 LEAST_KL = 0.005  # nats; a negative mean that is closer to 0 may be rounding
 LEAST_ROUNDED = (
     0.99  # least share of log-probs on the grid of a number format in a column that was rounded to the format
@@ -75,20 +75,20 @@ class ColumnPairs:
         The log-probs of a shifted column correlate with the other column at the next token. The token ids tell which of
         the two columns is wrong, since a log-prob depends on its token.
         """
-        # Engine's log-probs, policy's log-probs and ids, [3, N]: at all tokens that have a next one, and at the next.
-        before = torch.cat([row[:, :-1] for row in self._rows], 1)
-        after = torch.cat([row[:, 1:] for row in self._rows], 1)
-        unshifted = _correlation(before[0], before[1])
+        # Log-probs and token ids, [N] each: at all tokens that have a next one, and at those next ones.
+        engine, policy, ids = torch.cat([row[:, :-1] for row in self._rows], 1)
+        next_engine, next_policy, next_ids = torch.cat([row[:, 1:] for row in self._rows], 1)
+        unshifted = _correlation(engine, policy)
         shifts = (  # (correlation after shifting back, name of the column ahead, name of the one behind, sum of both)
-            (_correlation(before[0], after[1]), self._engine, self._policy, before[0] + after[1]),
-            (_correlation(before[1], after[0]), self._policy, self._engine, before[1] + after[0]),
+            (_correlation(engine, next_policy), self._engine, self._policy, engine + next_policy),
+            (_correlation(policy, next_engine), self._policy, self._engine, policy + next_engine),
         )
 
         correlation, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
         if correlation >= max(LEAST_CORRELATION, unshifted + LEAST_GAIN):
             where = f"{ahead} is one token ahead of {behind}"
             # How much better the next token's id explains the values than the id of the token itself.
-            by_next = _explained(values, after[2]) - _explained(values, before[2])
+            by_next = _explained(values, next_ids) - _explained(values, ids)
             wrong = self._padded()
             if not wrong and abs(by_next) >= LEAST_EXPLAINED_DIFFERENCE:
                 wrong = ahead if by_next > 0.0 else behind
@@ -100,7 +100,8 @@ class ColumnPairs:
                 f"shifted back). Shift it by one and replay again"
             )
 
-        if self._one_model and abs(unshifted) < UNRELATED_CORRELATION and (before[:2].std(-1) > 0.0).all():
+        is_unrelated = abs(unshifted) < UNRELATED_CORRELATION and bool(engine.std() > 0.0) and bool(policy.std() > 0.0)
+        if self._one_model and is_unrelated:
             return (
                 f"{self._engine} and {self._policy} have nothing to do with each other (correlation {unshifted:.2f}): "
                 f"they are of other tokens or weights, or logits were taken one position too late"
@@ -112,12 +113,13 @@ class ColumnPairs:
 
         Padding shows as a column that has the same value at the first, or at the last, token of all responses.
         """
-        # [responses, 2, 2]: both columns at the first and at the last token.
+        # [responses, 2, 2]: both columns at the first and at the last token. A column is padded if all responses equal
+        # the first response at either of the two tokens.
         edges = torch.stack([row[:2, [0, -1]] for row in self._rows])
-        engine, policy = edges.eq(edges[0]).all(0).any(-1).tolist()
-        if engine == policy:
+        engine_is_padded, policy_is_padded = edges.eq(edges[0]).all(0).any(-1).tolist()
+        if engine_is_padded == policy_is_padded:
             return None
-        return self._engine if engine else self._policy
+        return self._engine if engine_is_padded else self._policy
 
     def _two_temperatures(self) -> str | None:
         """Return a sentence if the columns are one model's at two temperatures, else None.
@@ -182,8 +184,10 @@ def _rounding_text(name: str, column: Tensor) -> str:
     for grid, dtype in GRIDS.items():
         if values.to(dtype).double().eq(values).double().mean() >= LEAST_ROUNDED:
             # Rounding to a grid of spacing u changes a log-prob by u / 4 on average; half of that is total variation.
+            # The spacing at a value is eps times the greatest power of 2 that is not above the value's size.
             spacing = torch.finfo(dtype).eps * (2.0 ** (values.frexp().exponent - 1)).sum() / len(column)
-            return f"{name} is rounded to {grid}, which alone makes {float(spacing) / 8.0:.2%} total variation"
+            variation = float(spacing) / 8.0
+            return f"{name} is rounded to {grid}, which alone makes {variation:.2%} total variation"
     return ""
 
 
@@ -193,7 +197,10 @@ def _correlation(first: Tensor, second: Tensor) -> float:
 
 
 def _explained(values: Tensor, ids: Tensor) -> float:
-    """Return the share of the variance of values [N] that their token ids [N] explain beyond chance (epsilon^2)."""
+    """Return the share of the variance of values [N] that their token ids [N] explain beyond chance.
+
+    It is epsilon squared of an analysis of variance, in which each token id is a group.
+    """
     tokens, index = ids.unique(return_inverse=True)
     counts = index.bincount().double()
     means = torch.zeros_like(counts).index_add(0, index, values) / counts

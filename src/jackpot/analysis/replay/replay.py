@@ -61,7 +61,7 @@ def replay(
     """
     dump, files = find_format(path, name)
     config = ours.config_of(path) if dump.name == "jackpot" else None
-    sums, ends = ReplaySums(settings_of(config, names)), EndGaps()
+    sums, end_gaps = ReplaySums(settings_of(config, names)), EndGaps()  # `EndGaps`: of the first and the last file
 
     if temperature is None:
         temperature = config.sampling.temperature if config else 1.0
@@ -71,7 +71,7 @@ def replay(
 
     for responses in response_batches(reading.responses(every)):
         batch = scorer.score(responses) if scorer else responses
-        ends.add(batch)
+        end_gaps.add(batch)
         pairs.add(batch)
         sums.add(batch)
         listen(reading.read)
@@ -79,7 +79,7 @@ def replay(
 
     # Texts for the report: where the policy's log-probs come from, and the first and the last file that were read.
     policy = "as training scored it when it saved the batch" if config else "as the file has it"
-    weights = " to ".join(dict.fromkeys(where for where, _ in ends.gaps))
+    weights = " to ".join(dict.fromkeys(where for where, _ in end_gaps.gaps))
     if scorer:
         policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
         weights += f" under {policy}"
@@ -93,7 +93,7 @@ def replay(
         files=len(files),
         policy=policy,
         run=sums.run,
-        ends=ends.gaps,
+        ends=end_gaps.gaps,
         corrections=sums.corrections,
         left_out=(*sums.left_out, *reading.left_out, *why),
         unreadable=reading.unreadable,
@@ -121,7 +121,8 @@ class _Reading:
 
     def __init__(self, dump: DumpFormat, files: Sequence[Path], config: Config | None, needs_policy: bool) -> None:
         self._dump, self._files, self._needs_policy = dump, files, needs_policy
-        # Of a run in which both models generate, only the rollout model's responses are replayed.
+        # Of a run in which both models generate, only the rollout model's responses are replayed. `writers` has the
+        # roles of the models that generated rollouts.
         writers = config.writers(1, config.iterations) if config else ()
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
         self.read = 0  # number of responses that can be replayed
@@ -159,7 +160,7 @@ class _Reading:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Return a sentence for each reason, with the number of responses that were left out for this reason."""
+        """Return a sentence for each reason to leave out responses, with the number of responses left out for it."""
         return tuple(f"{count:,} responses: {why}" for why, count in self._left_out.items() if count)
 
     @property

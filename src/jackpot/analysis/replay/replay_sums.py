@@ -103,7 +103,7 @@ class ReplaySums:
     def advice(
         self, weights: str, costs: Costs | None, problem: str | None = None, rounding: str = ""
     ) -> Recommendation:
-        """Recommend one of the corrections that were replayed on all tokens.
+        """Recommend one of the corrections that were replayed on all tokens, by the rule in analysis/advice/rule.py.
 
         Args:
             weights: text that says whose weights generated and scored the tokens.
@@ -139,13 +139,17 @@ class ReplaySums:
     def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
+        tokens = COLUMNS.index("tokens")
         if candidates:  # all have the same overlap, here with a standard error over groups of prompts
-            gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., 0], candidates[0].groups)
+            gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., tokens], candidates[0].groups)
         before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
 
     def _group(self, response: SavedResponse) -> int:
-        """Return the index of a response's group, below GROUPS; new prompts are assigned to the groups in turn."""
+        """Return the index, below GROUPS, of the group of prompts that a response's prompt is in.
+
+        New prompts are assigned to the groups in turn.
+        """
         prompt = response.uid if response.prompt_ids is None else tuple(response.prompt_ids.tolist())
         self._prompts += prompt != self._newest_prompt  # 1 more if the prompt is new
         self._newest_prompt = prompt
@@ -162,7 +166,8 @@ class ReplaySums:
         states = lists.known if lists else None
         self.run = add_sums(self.run, run_sums(batch, states))
 
-        # Tensors [B, T] that all corrections share.
+        # Tensors [B, T] that all corrections share: the ratios rho, their products over the tokens before a token, and
+        # the acceptance of each token at lam = 1, or Z where it is known.
         bands = bands_of(batch, states)
         log_ratio = torch.where(batch.mask, batch.new - batch.rollout, 0.0)
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
@@ -176,6 +181,7 @@ class ReplaySums:
             if inputs is None:
                 continue
 
+            # The correction's factors on sampled tokens, replaced by sums over the vocabulary where they are known.
             totals = measured(setting.objective.correction, inputs)
             sampled = factors(setting, inputs, batch.new, batch.advantages if has_signs else None, totals)
             columns = SampledColumns.of(sampled, ratio, batch.mask)
@@ -185,8 +191,8 @@ class ReplaySums:
                 columns = columns.known(values, states.at)
 
             correction.sums = add_sums(correction.sums, sums)
-            rows = rule_columns(columns, sampled.scale, prefixes, overlap, batch.mask)
-            correction.groups = correction.groups.index_add(0, groups, rows)
+            of_responses = rule_columns(columns, sampled.scale, prefixes, overlap, batch.mask)
+            correction.groups = correction.groups.index_add(0, groups, of_responses)
 
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
@@ -203,19 +209,19 @@ class ReplaySums:
         return inputs_of(setting, batch.rollout, batch.old, batch.new, batch.mask, z)
 
     def _leave_out(self, label: str, why: str) -> None:
-        """Note that a correction, or a number, could not be computed for a reason."""
+        """Note that `label`, a correction or a number of the report, could not be computed for the reason `why`."""
         self._left_out.setdefault(why, {})[label] = None
 
 
 def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
-    """Tell whether the rule may recommend a correction.
+    """Tell whether the rule of analysis/advice/rule.py may recommend a correction.
 
     Single parts of OBRS and corrections that weigh whole responses or prefixes are never recommended. If the policy has
     not been updated, corrections toward the updated policy equal those toward the old one, and are left out too.
 
     Args:
         setting: the correction.
-        stale: whether the policy had been updated since it received the batch.
+        stale: whether the policy had been updated since the trainer received the batch.
     """
     if setting.name in (*OBRS_PARTS, *WHOLE_RESPONSE):
         return False
@@ -227,7 +233,10 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:
-    """Compute a correction's effect in every state, summed over the vocabulary; None if it needs unknown log-probs."""
+    """Compute a correction's effect at N tokens from whole distributions; None if it needs log-probs that they lack.
+
+    A state is the context of one of the tokens.
+    """
     objective = setting.objective
     reads_old = "old" in (objective.target, objective.proximal)
     if setting.weighs_whole_responses or (states.old is None and reads_old):
@@ -239,8 +248,8 @@ def _state_values(setting: CorrectionSetting, states: StateDistributions, totals
     old = states.new if states.old is None else states.old
 
     everywhere = torch.ones_like(states.new, dtype=torch.bool)
-    of_tokens = known_z(z.unsqueeze(-1).expand_as(states.new))
-    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, of_tokens)
+    z_of_tokens = known_z(z.unsqueeze(-1).expand_as(states.new))
+    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, z_of_tokens)
     return state_values(factors(setting, inputs, states.new, None, totals), states)
 
 

@@ -12,7 +12,7 @@ AUTO = "auto"
 _MODULES = (ours, verl, trl, prime_rl, areal, jsonl, openrlhf, slime, skyrl)
 FORMATS = {module.FORMAT.name: module.FORMAT for module in _MODULES}
 WRITABLE = {name: dump.writer for name, dump in FORMATS.items() if dump.writer}
-MOST_FILES = 8  # files whose columns are compared with the marks of a format
+MOST_FILES = 8  # files whose columns are compared with `DumpFormat.marks`, the columns that identify a format
 
 
 def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:

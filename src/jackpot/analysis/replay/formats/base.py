@@ -26,7 +26,7 @@ class DumpWriter:
     file_name: str  # file below the folder of an export, with braces for the iteration
     columns: tuple[str, ...]  # our columns from which a record is made
     lost: str  # text that names our columns that the format does not have
-    record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row  # makes a record of our row
+    record: Callable[[int, DumpRecord], DumpRecord] = lambda iteration, row: row  # makes a record of our columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class DumpFormat:
     name: str
     files: Callable[[Path], list[Path]]  # function that finds the files of this format at a path, in order
     records: RecordReader  # function that yields the records of a file
-    marks: tuple[frozenset[str], ...]  # a file that has all columns of any set has the format; (): its name suffices
+    marks: tuple[frozenset[str], ...]  # a file with all columns of one of these sets has the format; (): every file
     needed: tuple[str, ...]  # columns without which no correction can be replayed
     how: str  # instructions for logging the columns that are missing
     columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
@@ -64,7 +64,7 @@ class DumpFormat:
             incomplete: gets a sentence on what the first record lacks, if no record has all needed columns.
         """
         where = self.where(path)
-        is_whole = False  # whether any record has all needed columns
+        has_whole_record = False  # whether any record has all needed columns
         lacking: list[str] = []
         for index, record in self.records(path, warn):
             name = f"{where}, response {index}"
@@ -77,7 +77,7 @@ class DumpFormat:
                 lacking.append(f"{name} lacks {', '.join(missing)}; it has {present or 'nothing'}")
                 continue
 
-            is_whole = True
+            has_whole_record = True
             try:
                 _check_sizes(record)
                 response = response_of(translate(record, self.columns) if self.columns else record, where, index)
@@ -88,7 +88,7 @@ class DumpFormat:
             else:
                 yield response
 
-        if lacking and not is_whole:
+        if lacking and not has_whole_record:
             incomplete.append(lacking[0])
             return
         for text in lacking:
@@ -108,7 +108,7 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
     Raises:
         DataError: every file lacks a needed column; the message says how to log it.
     """
-    is_whole = False  # whether any file has a response
+    has_response = False  # whether any file has a readable response
     incomplete: list[str] = []
     last_digest = None
     for file in files:
@@ -118,10 +118,10 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
 
         last_digest = digest
         for response in dump.read(file, warn, incomplete):
-            is_whole = True
+            has_response = True
             yield response
 
-    if incomplete and not is_whole:
+    if incomplete and not has_response:
         raise DataError(f"{incomplete[0]}. No correction can be replayed without them.\n{dump.how}")
     for lack in incomplete:
         warn(f"{lack}; the file is left out")

@@ -28,7 +28,7 @@ class Columns:
     old_log_probs: str = "old_log_probs"
     log_probs: str = ""  # log-probs of the policy that is updated; empty: the format does not have them
     advantages: str = "advantages"
-    uid: tuple[str, ...] = ()  # columns that make the id; columns may be missing
+    uid: tuple[str, ...] = ()  # columns whose values, joined by /, make the response's uid; columns may be missing
     at_end: bool = False
     begins_sampled: bool = False  # True: columns cover the prompt too; the response begins with the first sampled token
     ends_sampled: bool = False  # True: padding may follow; without `present`, the last sampled token ends the response
@@ -53,12 +53,13 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
     if prompt is not None:
         ids = torch.cat([torch.as_tensor(prompt), ids])
 
-    first = len(ids) - len(sampled)  # index of the token at which the columns begin
+    # `ids` are now all tokens. The columns with a number for each token cover the last of them, from index `first` on.
+    first = len(ids) - len(sampled)
     if first < 0:
         raise DamagedRecord(f"its columns have {len(sampled):,} entries, there are {len(ids):,} {names.ids}")
     present = _present(record, names, len(ids))
 
-    # Indices of the response's first token, and of the token behind its last.
+    # The response is the tokens from index `begin` to before `end`, without padding.
     sampled_at = sampled.nonzero().flatten() + first
     begin, end = first, len(ids)
     if names.begins_sampled:
@@ -88,7 +89,7 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
 
 
 def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
-    """Return a bool mask, True at tokens that the model sampled: [tokens], or as long as the record's columns are.
+    """Return a bool mask, True at sampled tokens, for the tokens that the columns with a number for each token cover.
 
     Args:
         record: the library's columns by name.
@@ -121,7 +122,7 @@ def _as_floats(values: Any) -> Tensor:
 
 
 def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
-    """Return a mask that is False at padding, [length] bool for the last `length` tokens; None if none was saved."""
+    """Return the joined attention masks at the last `length` tokens, False at padding, [length]; None if absent."""
     masks = [torch.as_tensor(record[theirs]) for theirs in names.present if record.get(theirs) is not None]
     if not masks:
         return None

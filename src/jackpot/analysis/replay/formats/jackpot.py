@@ -40,7 +40,7 @@ def config_of(path: Path) -> Config:
         return run_config(path)
 
     file = files(path)[0]
-    open_rollout_file(file)
+    open_rollout_file(file)  # raises if the file is damaged or of another schema version
     return build_config(parse_json(pq.read_schema(check_foreign(file)).metadata[b"config"]))
 
 

@@ -1,7 +1,7 @@
 """The format of OpenRLHF's `Experience`, saved with torch.save.
 
 OpenRLHF saves no rollouts (read at 3c3be62, version 0.11.0), so its trainer needs added lines that save every
-`Experience`: `sequences` [B, S] with prompt and response, and [B, A] columns that end where the sequences end.
+`Experience`: `sequences` [B, S] with prompt and response, and columns for their last A tokens, [B, A].
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ With trainer.use_v1=False, add to that of verl/trainer/ppo/ray_trainer.py, in th
                  "rollout_log_probs", "old_log_probs", "advantages"):
         reward_extra_infos_to_dump[name] = batch.batch[name].tolist()
 Without old_log_probs, give --model and it is scored (at --temperature)."""
-_TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
+_TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")  # columns with the same name in both formats
 
 
 def record(iteration: int, row: DumpRecord) -> dict[str, Any]:
