@@ -113,17 +113,17 @@ def estimate(
         ModelError: as `plan_memory`.
     """
     stated = stated or GpusConfig(kind="H100", count=1)
-    plan = Estimator(config, sizes, prompts)
+    estimator = Estimator(config, sizes, prompts)
     machine = gpus_here()
 
     return CostEstimate(
         prompts=prompts,
-        response=plan.lengths.mean,
-        rows=[plan.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
-        stated=plan.row(stated.kind, stated.count),
-        this_machine=[plan.row(machine.kind, machine.count)] if machine else [],
-        fewest={kind: plan.fewest(kind) for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))},
-        flops=plan.flop_shares(),
+        response=estimator.lengths.mean,
+        rows=[estimator.row(kind, count) for kind in SHOWN_KINDS for count in SHOWN_COUNTS],
+        stated=estimator.row(stated.kind, stated.count),
+        this_machine=[estimator.row(machine.kind, machine.count)] if machine else [],
+        fewest={kind: estimator.fewest(kind) for kind in dict.fromkeys((stated.kind, *SHOWN_KINDS))},
+        flops=estimator.flop_shares(),
     )
 
 
@@ -132,7 +132,8 @@ def gpus_here() -> GpusConfig | None:
     if not torch.cuda.is_available():
         return None
 
-    # Variants of a kind, such as the A100 of 40 and of 80 GB, differ in their memory.
+    # Variants of a kind, such as the A100 of 40 and of 80 GB, differ in their memory. Drivers report a few percent less
+    # than the data sheet.
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for kind, gpu in GPUS.items():
         if all(kind in device.name.replace(" ", "") and device.total_memory > 0.85 * gpu.memory for device in devices):
@@ -246,7 +247,7 @@ class Estimator:
         evaluating = self.evaluating(shares)
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
 
-        # The same number of responses in on-policy iterations of the policy alone: `times` iterations for each one.
+        # The same number of responses if only the policy is trained, on-policy: `times` iterations for each of the run.
         work, times = on_policy(shares.work)
         once = shares.run(work, shares.policy, [self._costs["policy"]])
         alone = Hours(*(times * activity for activity in once))._replace(evaluating=evaluating)
@@ -274,15 +275,15 @@ class Estimator:
         if writer == "policy":
             policy = self._costs["policy"]
             engine, trained = needs_of(self._config, "policy", self._config.engine, self._prompt), [policy]
-            drafts_tried.append(Drafts(policy.drafting_head(), HEAD_DRAFTS, HEAD_ACCEPTANCE))
+            drafts_tried.append(Drafts(model=policy.drafting_head(), tokens=HEAD_DRAFTS, acceptance=HEAD_ACCEPTANCE))
         needs = without_learner({"engine": engine})
         # A parameter takes 4 bytes as a weight and, if it is trained, 12 more for gradient and moments.
-        fewest = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
+        fewest_training = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
         # Every split of the GPUs into some that generate and others that train. The learner waits if generating takes
         # longer than training.
         estimates: list[Hours] = []
-        for generating in range(1, count - fewest + 1):
+        for generating in range(1, count - fewest_training + 1):
             if not degree(needs["engine"], gpu, generating):
                 continue
 

@@ -180,7 +180,7 @@ def shard(
         gpus: number of GPUs.
         offloads: whether several GPUs keep weights, gradients and moments in the memory of their machines.
     """
-    # A single GPU gathers nothing, and holds autocast's copies of two bytes for each parameter.
+    # The share of weights, gradients and moments that is in the memory of each GPU.
     share = 0.0 if offloads and gpus > 1 else 1.0 / gpus
     degrees = {name: degree(engine, gpu, gpus) for name, engine in needs.items()}
     engine_bytes = {name: _engine_bytes(engine, degrees[name] or gpus, gpu) for name, engine in needs.items()}
@@ -191,6 +191,7 @@ def shard(
         weights=share * memory.weights,
         optimizer=share * memory.optimizer,
         gradients=share * memory.gradients,
+        # A single GPU gathers nothing, and holds autocast's copies of two bytes for each parameter.
         gathered=2 * gathered.copied if gpus == 1 else gathered.gathered,
         training=memory.training,
         resting=sum(size for name, size in engine_bytes.items() if not sleeps(needs[name].settings)),
@@ -202,7 +203,7 @@ def shard(
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
 
-    If `kv_cache_memory_bytes` is not set, it is what weights and activations leave of the engine's share of the memory.
+    If `kv_cache_memory_bytes` is not set, these are what weights and activations leave of the engine's memory share.
     """
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):

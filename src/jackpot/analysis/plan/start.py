@@ -73,6 +73,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
     stated = needs.stated
     counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
     if not is_asked:
+        # The first of these on which the run fits, and then the GPUs of this machine.
         fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
         counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 

@@ -305,12 +305,12 @@ def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
 
 
 def _write_data(path: Path, data: DataConfig, index: int) -> str:
-    """Write a few problems of a set to a file, unless it exists; a set that is not on this machine gets made-up ones.
+    """Write a few problems of a data source to a file, unless it exists; made-up ones if the source is not local.
 
     Args:
         path: file to write.
-        data: settings of the set.
-        index: index of the set, so that made-up problems differ between sets.
+        data: settings of the data source.
+        index: index of the source, so that made-up problems differ between sources.
 
     Returns:
         A sentence about the file.
@@ -321,7 +321,7 @@ def _write_data(path: Path, data: DataConfig, index: int) -> str:
 
     local = Path(data.source).expanduser()
     if is_address(data.source) and not local.exists() and not data.source.startswith(HUB):
-        data = data.model_copy(update={"source": HUB + data.source})  # a path without a file counts as one of the hub
+        data = data.model_copy(update={"source": HUB + data.source})  # not a file here, so on the hub
 
     source = find_source(data, "train" if path.parent.name.startswith("train") else "test")
     rows: Iterable[Mapping[str, Any]] = synthetic_rows(index * PROBLEMS, PROBLEMS)

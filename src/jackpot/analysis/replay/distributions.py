@@ -55,7 +55,7 @@ class StateDistributions:
             return None
 
         return StateDistributions(
-            at=self.at.masked_scatter(self.at, self.held),
+            at=self.at.masked_scatter(self.at, self.held),  # True at those of the N tokens that are held
             held=self.held[self.held],
             rollout=self.rollout[self.held],
             new=self.new[self.held],

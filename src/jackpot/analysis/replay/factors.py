@@ -36,7 +36,7 @@ class GradientFactors:
     accepted: Tensor  # E accept, the probability that the token is accepted
     capped: Tensor  # bool, whether a cap lowered the weight
     clipped: Tensor  # share of the gradient that the clip of PPO removes or that of another surrogate changes
-    scale: Tensor  # h, the sum of p_inf F over a state if nothing were capped: kappa Z (OBRS), R_t (prefixes) or 1
+    scale: Tensor  # h, the sum of p_inf F over all tokens that a state allows, if no weight were capped (`_scale`)
 
 
 def inputs_of(
