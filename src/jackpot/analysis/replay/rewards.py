@@ -70,7 +70,7 @@ def _response(
     """Rebuild, from a row of saved rollouts, the response as text that a task scores."""
     answer, *other_answers = row["answer"].split(" or ")  # `Prompt.answers` has joined them
     prompt = Prompt(
-        uid=row["uid"].rpartition("#")[0],  # a response's uid is PROMPT#NUMBER
+        uid=row["uid"].rpartition("#")[0],  # a response's uid ends in # and its number in the group
         text=row["prompt"],
         answer=answer,
         other_answers=tuple(other_answers),

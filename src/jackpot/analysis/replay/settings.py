@@ -118,7 +118,7 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
 
 
 def _label(name: str, changes: dict[str, object], policies: list[str]) -> str:
-    """Return a correction's name with the settings that differ from the defaults, such as `obrs new c1=10.0`.
+    """Return a correction's name with the settings that differ from the defaults, such as `obrs new c1=10`.
 
     The single word `new` stands for `target=new proximal=new`, or for one of them where the correction lacks the other.
 

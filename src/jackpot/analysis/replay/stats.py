@@ -96,7 +96,7 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
     Args:
         columns: the correction's numbers at the sampled tokens, [B, T] each.
         scale: [B, T] h, the weight of a state if nothing were capped.
-        prefixes: [B, T] R, the product of rho before: how many times as often the policy visits the state.
+        prefixes: [B, T] R, the product of rho before a token: how many times as often the policy reaches it.
         overlap: [B, T] acceptance of the sampled token at lam = 1, or Z at tokens with a known Z.
         mask: [B, T] bool, True at sampled tokens.
     """
