@@ -322,7 +322,7 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric of KL(sampler || policy) to show, from sampled tokens alone if a rollout engine is quantized."""
+        """Name the metric to show of KL(sampler || policy): from sampled tokens if a rollout engine is quantized."""
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
