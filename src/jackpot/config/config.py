@@ -386,11 +386,11 @@ class Config(Strict):
 
         lam = self.draft.lam if self.draft else 1.0
         drafting = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the engine that drafts
-        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
+        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # key
         can_stay = model is not None and not model.is_mixed  # this model generates all rollouts
         is_frozen = can_stay and model is not None and model.optimizer is None  # and its weights are fixed
         stays = is_frozen or (can_stay and model is not None and model.update == "iteration")  # fixed in an iteration
-        remedies = ["use target: old", "normalizer: topk", *["rollout_model.update: iteration"] * can_stay]
+        remedies = ["use target: old", "normalizer: topk", *(["rollout_model.update: iteration"] if can_stay else [])]
 
         return [
             (
@@ -468,7 +468,7 @@ class Config(Strict):
         engine, evaluation_engine = engines = self.engine, self.evaluation.engine or self.engine
         _, evaluation_draft = drafts = [getattr(engine, "draft", None) for engine in engines]
         fits = self.rollout_model and evaluation_draft and engine.name == evaluation_engine.name
-        keys = ["engine", *["evaluation.engine"] * (self.evaluation.engine is not None)]
+        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]
         without = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
         sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
@@ -503,7 +503,7 @@ class Config(Strict):
     def _conflicts_of_engine_processes(self) -> Conflicts:
         """Refuse engines that cannot run where they are placed, or that sleep when they have to generate."""
         engines, processes = [self.engine, self.evaluation.engine or self.engine], self.placement.engine_processes
-        are_two = self.rollout_model is not None or self.evaluation.engine is not None
+        has_two_engines = self.rollout_model is not None or self.evaluation.engine is not None
 
         return [
             (
@@ -528,7 +528,7 @@ class Config(Strict):
                 "set enable_sleep_mode=false for both, or engine.draft=null",
             ),
             (
-                are_two and all(engine.name == "vllm" and sleeps(engine) for engine in engines),
+                has_two_engines and all(engine.name == "vllm" and sleeps(engine) for engine in engines),
                 "engine and evaluation.engine are both vllm with enable_sleep_mode, and vLLM has one engine that "
                 "sleeps in a process; set evaluation.engine={name: transformers, enable_sleep_mode: true}, or "
                 "evaluation.engine.enable_sleep_mode=false",
@@ -578,7 +578,7 @@ class Config(Strict):
         limit = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))  # the acceptance of equal models
         iterations = range(1, self.iterations + 1)
         used = filter(self.uses_rollout_model, iterations)
-        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]
+        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # not generating
 
         return [
             (

@@ -227,8 +227,9 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     """Say in words what each alternative of a field's annotation allows, with the bounds in the metadata."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        marks = [mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in arguments[1:]]
-        return _values(arguments[0], [*chain.from_iterable(marks), *metadata])
+        # Each argument after the type is metadata, or a FieldInfo that holds a list of metadata.
+        inner = [mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in arguments[1:]]
+        return _values(arguments[0], [*chain.from_iterable(inner), *metadata])
 
     if origin not in (Union, UnionType) and model_classes(annotation):
         return [_BLOCK]

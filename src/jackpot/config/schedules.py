@@ -13,8 +13,9 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class DistillControlConfig(Strict):
     """Settings of a controller that adapts the weight of the distillation to hold a metric at a target.
 
-    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is the metric's
-    distance from `target` over `target`, cut at 0.2 (the adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
+    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is
+    (metric - target) / target, cut to at most 0.2 above or below 0, where 1 - acceptance stands for an acceptance (the
+    adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
     """
 
     metric: Literal["kl", "acceptance"] = "kl"

@@ -27,8 +27,8 @@ class WeightsDigest:
 
         s_r = sum_i k_i w_{4096 r + i}          mod 2**64,     r = 0, 1, ...; the last row may be shorter
 
-    SHA-256 hashes each tensor's name, shape, dtype and sums, which have 1/2048 of the tensor's bytes, and then all these
-    hashes in sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
+    SHA-256 hashes each tensor's name, shape, dtype and sums, 8 bytes for a row of 16 KiB, and then all these hashes in
+    sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
 
     Two tensors that differ in one word of a row always differ in its sum (an odd key times less than 2**32 is not 0).
     Where several words of a row differ, the sums are equal with a chance of at most 2**-32 over the choice of keys.
@@ -88,6 +88,7 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
     # All chunks share this memory, as new memory costs page faults. The first chunk is the longest.
     cast = torch.empty_like(chunks[0], dtype=dtype)
+    # The number of words of `cast` is rounded up.
     products = torch.empty(-(-cast.nbytes // _WORD), dtype=torch.int64, device=tensor.device)
 
     sums: list[Tensor] = []

@@ -14,7 +14,7 @@ from typing import IO, Any
 LARGEST_TEXT = 256 * 2**20  # most bytes of a file, or of a line, that is parsed as a whole
 ALWAYS_EXPANDED = 64 * 2**20  # bytes that any compressed file may expand to, however small it is
 MOST_EXPANSION = 100  # bytes that each byte of a larger compressed file may expand to; text expands to 3 to 30
-MOST_REPETITION = 2_000  # the same for a table, whose columns store a value once even if it stands in many rows
+MOST_REPETITION = 2_000  # the same limit for a table, whose columns store a value once even if it stands in many rows
 MOST_ROWS = 256  # rows of a table that are read at once
 LARGEST_BATCH = 128 * 2**20  # bytes of the rows that are read at once, unless one row takes more
 

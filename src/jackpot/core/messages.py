@@ -106,9 +106,9 @@ def _unpacked(message: Tensor) -> Any:
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
     """Convert a value to plain JSON values, and append the tensors that it holds to `tensors`.
 
-    None, bools, numbers, strings and lists stay as they are in JSON. Any other value becomes an object with one entry,
-    whose key is the type: {"tuple": [...]}, {"dict": {...}}, {"Score": [...]} with the values of the fields, or
-    {"tensor": 2} with the index in `tensors`.
+    None, bools, numbers and strings stay as they are, and lists stay lists. Any other value becomes an object with one
+    entry, whose key is the type: {"tuple": [...]}, {"dict": {...}}, {"Score": [...]} with the values of the fields,
+    or {"tensor": 2} with the index in `tensors`.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

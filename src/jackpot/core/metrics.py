@@ -320,20 +320,22 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
 
 def add_sums(*metric_sets: Mapping[str, Kind]) -> dict[str, Kind]:
     """Add sets of metrics name by name; a name that only some sets have is kept. All metrics are on one device."""
-    # rows[0] has the first metric of every name, rows[1] the second of every name that has two, and so on.
-    rows: list[dict[str, Kind]] = []
+    # rounds[0] has the first metric of every name, rounds[1] the second of every name that has two, and so on.
+    rounds: list[dict[str, Kind]] = []
     counts: Counter[str] = Counter()
-    for name, entry in (item for metrics in metric_sets for item in metrics.items()):
-        if counts[name] == len(rows):
-            rows.append({})
-        rows[counts[name]][name] = entry
+    for name, metric in (item for metrics in metric_sets for item in metrics.items()):
+        if counts[name] == len(rounds):
+            rounds.append({})
+        rounds[counts[name]][name] = metric
         counts[name] += 1
 
-    if len(rows) < 2:
-        return rows[0] if rows else {}
+    if len(rounds) < 2:
+        return rounds[0] if rounds else {}
 
-    layout = _layout(rows[0])
-    return _unpacked(_added(torch.stack([_packed(row, layout) for row in rows]), layout), layout)
+    # Write each round into one row of numbers, add the rows, and read the metrics from the sum.
+    layout = _layout(rounds[0])
+    rows = torch.stack([_packed(metrics, layout) for metrics in rounds])
+    return _unpacked(_added(rows, layout), layout)
 
 
 def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
@@ -345,7 +347,8 @@ def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
     if not sums or not _has_ranks():
         return sums
     layout = _layout(sums)
-    return _unpacked(_added(torch.stack(_of_every_rank(_packed(sums, layout))), layout), layout)
+    rows = torch.stack(_of_every_rank(_packed(sums, layout)))  # one row of numbers from each rank
+    return _unpacked(_added(rows, layout), layout)
 
 
 def all_gather(values: Tensor) -> Tensor:
@@ -427,6 +430,7 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
         how = metric_class.added_by[index]
         return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
+    # One tensor for each field, in the order of the row: the counts of the histograms, then scalars.
     columns = [
         entries[name][index] if name in entries else nothing(layout.classes[name], index)
         for name, index in layout.fields
@@ -437,7 +441,7 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
 
 def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
     """Build the metrics that `_packed` has written into one row of L numbers; their fields are views of the row."""
-    end = _BINS * layout.histograms
+    end = _BINS * layout.histograms  # where the histograms' counts end and the scalars begin
     columns = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
     by_field = dict(zip(layout.fields, columns, strict=True))
     return {

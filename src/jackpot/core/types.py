@@ -198,7 +198,7 @@ class TokenBatch:
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
     values: Tensor | None = None  # [B, T] float32, the critic's values before the first update; None: no critic
     returns: Tensor | None = None  # [B, T] float32, what the critic learns to predict
-    packed: PackedRow | None = None  # the same tokens for models that read no padding; None: they read what is above
+    packed: PackedRow | None = None  # the same tokens for models that read no padding; None: they read padded tensors
 
     def at_sampled(self, column: Tensor) -> Tensor:
         """Select the entries at the tokens that the model sampled, [B, T, ...] -> [N, ...]; keep the gradient."""

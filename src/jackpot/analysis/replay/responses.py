@@ -77,7 +77,7 @@ def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedRespo
             name: _column(present[name], len(ids)) if name in present else None
             for name in ("old_log_probs", "log_probs", "advantages")
         }
-        lists = {name: _lists(record.get(name), name.endswith("ids")) for name in _LISTS}
+        lists = {name: _lists(record.get(name), are_ids=name.endswith("ids")) for name in _LISTS}
         mask = _flags(present["sampled_mask"]) if "sampled_mask" in present else torch.ones(len(ids), dtype=torch.bool)
         prompt_ids = _ids(present["prompt_ids"]) if "prompt_ids" in present else None
     except (KeyError, TypeError, ValueError, RuntimeError) as error:

@@ -83,7 +83,8 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
 
     # Quantiles are rounded: a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
     p1, p50, p99 = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
-    bands = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
+    # The names of these sums are those of bands after `rejected`, as `correction_sums` writes them.
+    rejected = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
 
     return CorrectionResult(
         label=replayed.setting.label,
@@ -102,7 +103,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         sampled_tv_after_correction=replayed.sampled_tv_after_correction,
         states=known_states(sums),
         **exact_numbers(sums),
-        rejected_by_band={name: float(mean.value) for name, mean in bands.items() if mean.count > 0},
+        rejected_by_band={name: float(mean.value) for name, mean in rejected.items() if mean.count > 0},
     )
 
 

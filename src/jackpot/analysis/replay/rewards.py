@@ -77,4 +77,5 @@ def _response(
         token_ids=tuple(row["prompt_ids"]),
     )
     ids, mask = torch.tensor(row["token_ids"]), torch.tensor(row["sampled_mask"])
-    return decoded_response(tokenizer, prompt, ids, mask, row["finish"] == "stop", turn_end_token_ids)
+    finished = row["finish"] == "stop"
+    return decoded_response(tokenizer, prompt, ids, mask, finished, turn_end_token_ids)

@@ -149,6 +149,8 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
     accepted = acceptance(batch.rollout, batch.new, 1.0)
 
+    # Of the three total variations, the first is that between rollout model and updated policy, the second that between
+    # rollout model and old policy, and the third that between the two policies.
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),

@@ -179,7 +179,7 @@ class PairBench:
         """Start a transformers engine with the model at a path."""
         # The engine of the recipe may be a vLLM server, which holds a single model.
         settings = TransformersEngineConfig(dtype=self._config.engine.dtype)
-        return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
+        return make_engine(settings, path, self._device, Version(policy=0, rollout_model=0), rows=self._rows)
 
 
 def simulate_candidates(
