@@ -220,6 +220,7 @@ def similar_settings(key: str, known: Sequence[str]) -> list[str]:
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """Turn one error of pydantic into a sentence that names the key, the value and what is allowed."""
     loc = error["loc"]
+    # The location of a missing setting ends in its name; the key and value to speak of are those of the block.
     is_missing = error["type"] == "missing" and not isinstance(loc[-1], int)
     location, value = _location(loc[:-1] if is_missing else loc, settings)
     key = ".".join(location)

@@ -47,7 +47,7 @@ def changeable(kind: type[BaseModel]) -> frozenset[str]:
 
 
 def fixed_changes(kind: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Return the changes between two mappings that are refused: those of settings without the mark `MAY_CHANGE`."""
+    """Return the refused changes between two mappings, which are those of settings without the mark `MAY_CHANGE`."""
     return [change for change in changes(old, new) if change.key not in changeable(kind)]
 
 

@@ -67,13 +67,13 @@ class ShareSchedule(Strict):
         ]
 
     def at(self, iteration: int) -> float:
-        """Return the share in an iteration; the first iteration is 1."""
+        """Return the share in an iteration. Iterations count from 1."""
         if iteration <= self.hold:
             return self.start
-        last = self.hold + 1 if self.until is None else self.until
-        if iteration >= last:
+        first_at_end = self.hold + 1 if self.until is None else self.until
+        if iteration >= first_at_end:
             return self.end
 
-        done = (iteration - self.hold) / (last - self.hold)
-        done = done if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * done)
+        time_passed = (iteration - self.hold) / (first_at_end - self.hold)  # from 0 to 1
+        done = time_passed if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * time_passed)
         return self.start + (self.end - self.start) * done

@@ -84,11 +84,11 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
-    chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
+    chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)  # of `rows` rows each, the last is shorter
 
-    # All chunks share this memory, as new memory costs page faults. The first chunk is the longest.
+    # All chunks share this memory, as new memory costs page faults: `cast` for a chunk of another dtype, `products` for
+    # its words, whose number is rounded up. The first chunk is the longest.
     cast = torch.empty_like(chunks[0], dtype=dtype)
-    # The number of words of `cast` is rounded up.
     products = torch.empty(-(-cast.nbytes // _WORD), dtype=torch.int64, device=tensor.device)
 
     sums: list[Tensor] = []

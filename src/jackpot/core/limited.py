@@ -56,7 +56,7 @@ def _limit() -> None:
 
 
 def lower_limit(limit: int, value: int) -> None:
-    """Lower a limit of this process, such as RLIMIT_AS, for good; where its hard limit is lower already, take that."""
+    """Lower a limit of this process, such as RLIMIT_AS, for good: to `value`, or to the hard limit if that is lower."""
     hard = resource.getrlimit(limit)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))

@@ -41,7 +41,7 @@ class Prompt:
 
     @property
     def answers(self) -> str:
-        """Return all references as one text for people to read."""
+        """Return all reference answers as one text for people to read."""
         return " or ".join((self.answer, *self.other_answers))
 
 
@@ -79,7 +79,7 @@ class Rollout:
     rollout_log_probs: Tensor  # [T] float32, of each token after temperature, top-p and top-k; 0 if it was not sampled
     sampled_mask: Tensor  # [T] bool, True where the model sampled the token, False where a tool or template inserted it
     top_ids: Tensor  # [T, K] int64, most probable first
-    top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution and if not sampled
+    top_log_probs: Tensor  # [T, K] float32, -inf for tokens that top-p or top-k leaves out, and if not sampled
     versions: Tensor  # [T, 2] int64, the Version of the weights that sampled each token
     sampled_by: Role | None = None  # the run's model that sampled the response; None outside of a run's batches
 

@@ -43,9 +43,10 @@ class EndGaps:
         for response in responses:
             _, new = response.policy_log_probs
             gap = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
-            if self._ends and self._ends[-1][0] == response.where:
-                self._ends[-1] = (response.where, self._ends[-1][1] + gap)
-            else:
+            last_file, last_mean = self._ends[-1] if self._ends else (None, gap)
+            if last_file == response.where:
+                self._ends[-1] = (response.where, last_mean + gap)
+            else:  # the response is the first of its file: keep the first file of all, and this one
                 self._ends = [*self._ends[:1], (response.where, gap)]
 
     @property
@@ -190,7 +191,7 @@ def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[st
 
     if states is not None:
         entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)  # -1 is in no band
-        # All tokens outside the top-k lists count as a single token.
+        # All tokens outside the top-k lists count as a single token. The clamp undoes rounding below 0.
         entropy[states.at] = -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)
         bands |= {f"entropy {name}": band for name, band in band_masks(entropy, ENTROPIES).items()}
     return bands

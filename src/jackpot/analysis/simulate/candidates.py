@@ -280,11 +280,12 @@ def pair_states(
         sampled = pad_sequence([rollout.sampled_mask for rollout in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
 
+        # Chunks of both models' log-probs at the sampled tokens; the rollout model's come with the chunks of `ids`.
         ids = by_policy.token_ids[sampled][:, None]
         rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
-        for (log_p, token_ids), (log_q,) in zip(rollout, target, strict=True):
-            yield StatePairs(rollout=log_p.cpu(), target=log_q.cpu(), token_ids=token_ids.cpu())
+        for (log_p_rollout, token_ids), (log_p_policy,) in zip(rollout, target, strict=True):
+            yield StatePairs(rollout=log_p_rollout.cpu(), target=log_p_policy.cpu(), token_ids=token_ids.cpu())
 
 
 def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
