@@ -21,7 +21,7 @@ ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]  # package.modu
 Conflicts = list[tuple[Any, str]]  # pairs (a condition, the error where the condition holds)
 
 ONE_IS_ENOUGH = BeforeValidator(lambda value: (value,) if isinstance(value, str | Mapping) else value)
-AnyNames = Annotated[tuple[str, ...], ONE_IS_ENOUGH, Field(strict=False)]  # a list in YAML, or one name
+AnyNames = Annotated[tuple[str, ...], ONE_IS_ENOUGH, Field(strict=False)]  # written in YAML as a list or as one name
 Names = Annotated[AnyNames, Field(min_length=1)]
 
 
@@ -39,7 +39,8 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_removed(cls, block: Any) -> Any:
-        """Drop settings of earlier versions that have their default; with other values they are refused as unknown."""
+        """Drop settings of earlier versions that have their old default. With another value such a setting stays in the
+        block, and is refused as unknown."""
         if not isinstance(block, Mapping):
             return block
         return {name: value for name, value in block.items() if name not in cls.removed or value != cls.removed[name]}
@@ -59,7 +60,7 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """A mark of a block in which a recipe writes only what differs from another block with the same settings."""
+    """A mark on a block of settings: a recipe writes in it only what differs from another block, named `key`."""
 
     key: str  # dotted key of the other block
     excluded: tuple[str, ...] = ()  # names of settings that are not taken from the other block
@@ -67,7 +68,7 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class MayChange:
-    """A mark of a setting that may have another value when a run continues, as no number computed so far depends on it.
+    """A mark on a setting whose value may change when a run continues, since no number computed so far depends on it.
 
     A change of device, memory or speed may still change later numbers by rounding.
     """
@@ -103,10 +104,10 @@ def fields_below(kind: type[BaseModel], above: str = "") -> tuple[tuple[str, Fie
 
 
 def by_name(default: str) -> BeforeValidator:
-    """Make a validator that reads `correction: tis` as `correction: {name: tis}`, and gives nameless blocks a name.
+    """Make a validator that reads `correction: tis` as `correction: {name: tis}`, and adds the name to other blocks.
 
     Args:
-        default: the name that a block without a name gets.
+        default: the name that a block without `name` gets.
     """
 
     def named(value: Any) -> Any:

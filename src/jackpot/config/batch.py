@@ -47,12 +47,12 @@ class BatchConfig(Strict):
         return self.rollouts // (self.mini_batch_size or self.rollouts) * self.ppo_epochs
 
     def conflicts(self) -> Conflicts:
-        step = self.mini_batch_size or self.rollouts
+        mini_batch_size = self.mini_batch_size or self.rollouts
         return [
             (
-                self.rollouts % step,
+                self.rollouts % mini_batch_size != 0,
                 f"prompts {self.prompts} x group_size {self.group_size} = {self.rollouts} sequences do not divide "
-                f"into optimizer steps of mini_batch_size {step}; choose a mini_batch_size that divides "
+                f"into optimizer steps of mini_batch_size {mini_batch_size}; choose a mini_batch_size that divides "
                 f"{self.rollouts}, or other prompts or group_size",
             ),
         ]
@@ -61,9 +61,9 @@ class BatchConfig(Strict):
 def batches_in_reserve(ahead: int) -> int:
     """Return how many rollout batches wait for training when the next ones begin: 0, or just over half of `ahead`.
 
-    At most as many batches begin together as wait, so the learner trains on those that wait while the new ones share
-    the engines. With fewer the learner would stand still; with more, an
-    update of the weights would serve fewer batches.
+    While the new batches share the engines, the learner trains on the waiting ones. The new ones, which fill up to
+    `ahead`, are never more than those that wait. With a smaller reserve the learner would run out of batches; with a
+    larger one fewer batches would begin at a time, and so with each update of the engines' weights.
 
     Args:
         ahead: the setting `batch.ahead`, iterations.

@@ -38,7 +38,7 @@ ELSEWHERE = {
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `changes` over `base`, block by block. A block whose `name` or `source` changes replaces the old block whole.
+    """Lay `changes` over `base`, block by block. A block with another `name` or `source` replaces the whole old block.
 
     >>> merge({"a": {"name": "x", "k": 1}, "b": {"c": 1}}, {"a": {"name": "y"}, "b": {"d": 2}})
     {'a': {'name': 'y'}, 'b': {'c': 1, 'd': 2}}
@@ -47,15 +47,16 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     for key, value in changes.items():
         old = merged.get(key)
 
-        # Expand a short form such as `correction: tis` if the other side is a block.
-        if isinstance(old, Mapping) and isinstance(value, str) and (kind := _kind(old)):
-            value = {kind: value}
+        # Expand a short form such as `correction: tis` to a block if the value that it meets is a block.
+        if isinstance(old, Mapping) and isinstance(value, str) and (class_key := _class_key(old)):
+            value = {class_key: value}
         elif isinstance(old, str) and isinstance(value, Mapping):
-            old = {_kind(value) or "name": old}
+            old = {_class_key(value) or "name": old}
 
+        # Keep the settings of the old block only if the new block is of the same class.
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            kind = _kind(value)
-            if kind is None or value[kind] == old.get(kind):
+            class_key = _class_key(value)
+            if class_key is None or value[class_key] == old.get(class_key):
                 value = merge(old, value)
 
         merged[key] = value
@@ -63,13 +64,15 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Lay overrides over settings in turn. An override that names a block keeps what earlier ones set inside the block.
+    """Lay overrides over settings in turn.
+
+    An override that gives a block another `name` or `source` keeps what earlier overrides set inside the block.
 
     >>> lay({"a": "x"}, [{"a": {"k": 1}}, {"a": "y"}])
     {'a': {'name': 'y', 'k': 1}}
     """
     merged = dict(settings)
-    earlier: list[tuple[tuple[str, ...], Any]] = []  # (parts of the key, value) of all settings laid so far
+    earlier: list[tuple[tuple[str, ...], Any]] = []  # (parts of the key, value) of all overrides laid so far
     for key, value in chain.from_iterable(map(_settings, overrides)):
         merged = merge(merged, nest(key, value))
 
@@ -85,7 +88,7 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
 
 def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (parts of the key, value) of every setting in an override; a block with a name or source stays whole."""
-    if not isinstance(override, Mapping) or not override or _kind(override):
+    if not isinstance(override, Mapping) or not override or _class_key(override):
         yield key, override
         return
     for name, value in override.items():
@@ -110,7 +113,7 @@ def _sets(value: Any, key: Sequence[str]) -> bool:
     return True
 
 
-def _kind(block: Mapping[str, Any]) -> str | None:
+def _class_key(block: Mapping[str, Any]) -> str | None:
     """Return the key, `name` or `source`, whose value chooses a block's class; None where the block has neither."""
     return next((key for key in ("name", "source") if key in block), None)
 
@@ -132,7 +135,7 @@ def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fill each block that is marked `Differences` from the block that the mark names.
+    """Fill each block marked `Differences` with the settings that it lacks, from the block that the mark names.
 
     A block that has a `name` or a `source` is complete, and stays as it is.
     """
@@ -140,8 +143,8 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
     for key, mark in marks.items():
         block, base = _at(settings, key), _at(settings, mark.key)
 
-        if isinstance(block, Mapping) and _kind(block) is None and isinstance(base, str | Mapping):
-            base = {"name": base} if isinstance(base, str) else base
+        if isinstance(block, Mapping) and _class_key(block) is None and isinstance(base, str | Mapping):
+            base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
             settings = merge(settings, nest(key, merge(inherited, block)))
     return settings
@@ -182,15 +185,15 @@ def _explanations(
     for error in errors:
         by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
 
-    for of_key in by_key.values():
+    for all_of_key in by_key.values():
         # Our own errors (value_error) are of the class that a union chose; pydantic's are of every class it tried.
-        of_key = [error for error in of_key if error["type"] == "value_error"] or of_key
+        of_key = [error for error in all_of_key if error["type"] == "value_error"] or all_of_key
 
-        # An error about names that are allowed becomes the ending of the sentence about the allowed types.
-        names = [error["ctx"]["expected"] for error in of_key if error["type"] == "literal_error"]
-        of_types = [error for error in of_key if error["type"] != "literal_error"]
-        ending = f", or {' or '.join(names)}" if names and of_types else ""
-        yield from (_explain(error, settings, kind) + ending for error in of_types or of_key)
+        # An error about names that are allowed becomes the ending of the sentences about other errors, if any.
+        allowed_names = [error["ctx"]["expected"] for error in of_key if error["type"] == "literal_error"]
+        others = [error for error in of_key if error["type"] != "literal_error"]
+        ending = f", or {' or '.join(allowed_names)}" if allowed_names and others else ""
+        yield from (_explain(error, settings, kind) + ending for error in others or of_key)
 
 
 def keys_of(kind: type[BaseModel]) -> list[str]:
@@ -205,17 +208,19 @@ def similar_settings(key: str, known: Sequence[str]) -> list[str]:
     the settings of the objective, the policy and the sampling come first: `lam` means OBRS's before the critic's.
     """
     name = key.rpartition(".")[2]
-    elsewhere = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
-    same = [known_key for known_key in known if known_key.rpartition(".")[2] == name]
+    translated = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
+    same_name = [known_key for known_key in known if known_key.rpartition(".")[2] == name]
 
-    usual = ("objective.", "policy.", "sampling.")
-    same.sort(key=lambda known_key: (known_key != name, not known_key.startswith(usual)))
-    return list(dict.fromkeys([*elsewhere, *same]))[:3]
+    # A setting outside of all blocks comes first, then those in the usual blocks.
+    usual_blocks = ("objective.", "policy.", "sampling.")
+    same_name.sort(key=lambda known_key: (known_key != name, not known_key.startswith(usual_blocks)))
+    return list(dict.fromkeys([*translated, *same_name]))[:3]
 
 
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """Turn one error of pydantic into a sentence that names the key, the value and what is allowed."""
     loc = error["loc"]
+    # The location of a missing setting ends in its name; the key and value to speak of are those of the block.
     is_missing = error["type"] == "missing" and not isinstance(loc[-1], int)
     location, value = _location(loc[:-1] if is_missing else loc, settings)
     key = ".".join(location)
@@ -256,22 +261,22 @@ def _block_expected(key: str, value: Any, names: Sequence[str]) -> str:
 
 
 def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """Return the keys on the way to an error, and the value there.
+    """Return the parts of the key at which pydantic found an error, and the value there.
 
-    Pydantic's location also has parts that are no keys: the name of the class that a union chose, and the kind of type
-    that was tried.
+    Pydantic's location `loc` also has parts that are no keys: the name by which a union chose a class, and the kind of
+    type that was tried.
     """
     path: list[str] = []
     value: Any = settings
     for index, name in enumerate(loc):
-        items = dict[str | int, Any](enumerate(value)) if isinstance(value, list | tuple) else value
-        if isinstance(items, Mapping) and name in items:
-            value = items[name]
+        members = dict[str | int, Any](enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(members, Mapping) and name in members:
+            value = members[name]  # a key of the settings, or an index of a list
         elif index < len(loc) - 1 or not isinstance(value, Mapping) or value.get("name") == name:
             continue  # the name by which a union chose a class
         elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
-        path.append(str(name))
+        path.append(str(name))  # also a last name that the settings lack, of a setting that is missing or unknown
     return path, value
 
 
@@ -280,8 +285,11 @@ def _valid_keys(path: Sequence[str], settings: Mapping[str, Any], kind: type[Bas
     classes: list[type[BaseModel]] = [kind]
     value: Any = settings
     for key in path:
-        is_list = isinstance(value, list | tuple)
-        value = value[int(key)] if is_list else value.get(key) if isinstance(value, Mapping) else None
+        # Step down to the value at this part of the path; None below anything but a list or a block.
+        if isinstance(value, list | tuple):
+            value = value[int(key)]
+        else:
+            value = value.get(key) if isinstance(value, Mapping) else None
 
         fields = [cls.model_fields[key] for cls in classes if key in cls.model_fields]  # empty for an index of a list
         classes = [cls for field in fields for cls in model_classes(field.annotation)] or classes

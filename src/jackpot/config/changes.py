@@ -15,7 +15,7 @@ from jackpot.config.config import Config
 
 
 class Change(NamedTuple):
-    """A setting whose value differs between a folder and a command; None also stands for a setting that is missing."""
+    """A setting whose value differs between a folder and a command. A value of None may mean that there is none."""
 
     key: str
     old: Any  # in the folder, as JSON has it
@@ -47,7 +47,7 @@ def changeable(kind: type[BaseModel]) -> frozenset[str]:
 
 
 def fixed_changes(kind: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Return the changes between two mappings that are refused: those of settings without the mark `MAY_CHANGE`."""
+    """Return the refused changes between two mappings, which are those of settings without the mark `MAY_CHANGE`."""
     return [change for change in changes(old, new) if change.key not in changeable(kind)]
 
 

@@ -134,7 +134,7 @@ class RolloutModelConfig(Strict):
     """Direction of the distillation: forward is KL(policy || rollout model), reverse is KL(rollout model || policy)."""
 
     def share_at(self, iteration: int) -> float:
-        """Return the share of an iteration's rollouts that the rollout model generates; the first iteration is 1."""
+        """Return the share of an iteration's rollouts that the rollout model generates. Iterations count from 1."""
         return self.share.at(iteration) if isinstance(self.share, ShareSchedule) else self.share
 
     def is_used(self, iteration: int) -> bool:
@@ -287,7 +287,7 @@ class Config(Strict):
         return self.rollout_model is not None and self.rollout_model.is_mixed
 
     def uses_rollout_model(self, iteration: int) -> bool:
-        """Return whether a rollout model has anything left to do in an iteration: generate, draft, or be trained."""
+        """Return whether an iteration needs a rollout model: it generates now or later, drafts, or is trained alone."""
         model = self.rollout_model
         follows = self.policy.optimizer is None or self.draft is not None
         return model is not None and (follows or model.is_used(iteration))
@@ -312,7 +312,7 @@ class Config(Strict):
 
     @property
     def trained_quantization(self) -> Quantization | None:
-        """Return the quantization with whose codes training computes, which is the engine's; None: with no codes."""
+        """Return the engine's quantization if training computes with the same quantized numbers, else None."""
         return self.engine.quantization if self.precision in TRAINED_QUANTIZATION else None
 
     @property
@@ -322,7 +322,7 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric of KL(sampler || policy) to show: that of sampled tokens if a rollout engine is quantized."""
+        """Name the metric to show of KL(sampler || policy): from sampled tokens if a rollout engine is quantized."""
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
@@ -373,7 +373,7 @@ class Config(Strict):
             ),
         ]
         for key, engine in engines.items():
-            # `engine` must have the quantization that fits the precision (None), every other engine that of `engine`.
+            # `engine` must have the quantization of the precision (None here), every other engine that of `engine`.
             quantization = None if key == "engine" else self.engine.quantization
             conflicts += trained_conflicts(key, engine, self.precision, quantization)
         return conflicts
@@ -385,12 +385,12 @@ class Config(Strict):
             return []
 
         lam = self.draft.lam if self.draft else 1.0
-        drafted = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the policy's engine
-        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")
-        can_stay = model is not None and not model.is_mixed
-        is_frozen = model is not None and model.optimizer is None and not model.is_mixed  # its weights never change
-        stays = is_frozen or (model is not None and model.update == "iteration" and not model.is_mixed)
-        remedies = ["use target: old", "normalizer: topk", *["rollout_model.update: iteration"] * can_stay]
+        drafting = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the engine that drafts
+        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # key
+        can_stay = model is not None and not model.is_mixed  # this model generates all rollouts
+        is_frozen = can_stay and model is not None and model.optimizer is None  # and its weights are fixed
+        stays = is_frozen or (can_stay and model is not None and model.update == "iteration")  # fixed in an iteration
+        remedies = ["use target: old", "normalizer: topk", *(["rollout_model.update: iteration"] if can_stay else [])]
 
         return [
             (
@@ -400,8 +400,8 @@ class Config(Strict):
             ),
             (
                 lam < 1.0,
-                f"normalizer 'exact' takes p_inf from training, but {drafted}.draft.lam {lam:g} samples from another "
-                f"distribution; use {drafted}.draft.lam=1, or normalizer: topk",
+                f"normalizer 'exact' takes p_inf from training, but {drafting}.draft.lam {lam:g} samples from another "
+                f"distribution; use {drafting}.draft.lam=1, or normalizer: topk",
             ),
             (
                 quantized,
@@ -465,10 +465,10 @@ class Config(Strict):
 
     def _conflicts_of_engines(self) -> Conflicts:
         """Refuse engines that cannot serve both models, and drafts or sampling filters that an engine cannot have."""
-        engines = [self.engine, self.evaluation.engine or self.engine]
-        drafts = [getattr(engine, "draft", None) for engine in engines]
-        fits = self.rollout_model and drafts[1] and engines[0].name == engines[1].name
-        keys = ["engine", *["evaluation.engine"] * (self.evaluation.engine is not None)]
+        engine, evaluation_engine = engines = self.engine, self.evaluation.engine or self.engine
+        _, evaluation_draft = drafts = [getattr(engine, "draft", None) for engine in engines]
+        fits = self.rollout_model and evaluation_draft and engine.name == evaluation_engine.name
+        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]
         without = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
         sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
@@ -503,7 +503,7 @@ class Config(Strict):
     def _conflicts_of_engine_processes(self) -> Conflicts:
         """Refuse engines that cannot run where they are placed, or that sleep when they have to generate."""
         engines, processes = [self.engine, self.evaluation.engine or self.engine], self.placement.engine_processes
-        are_two = self.rollout_model is not None or self.evaluation.engine is not None
+        has_two_engines = self.rollout_model is not None or self.evaluation.engine is not None
 
         return [
             (
@@ -528,7 +528,7 @@ class Config(Strict):
                 "set enable_sleep_mode=false for both, or engine.draft=null",
             ),
             (
-                are_two and all(engine.name == "vllm" and sleeps(engine) for engine in engines),
+                has_two_engines and all(engine.name == "vllm" and sleeps(engine) for engine in engines),
                 "engine and evaluation.engine are both vllm with enable_sleep_mode, and vLLM has one engine that "
                 "sleeps in a process; set evaluation.engine={name: transformers, enable_sleep_mode: true}, or "
                 "evaluation.engine.enable_sleep_mode=false",
@@ -536,7 +536,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_baseline(self) -> Conflicts:
-        """Refuse `objective.baseline: model` where comparing each model's responses apart would change nothing."""
+        """Refuse `objective.baseline: model` where a baseline for each model's own responses would change nothing."""
         model, advantage = self.rollout_model, self.objective.advantage
         shares = [model.share_at(iteration) for iteration in range(1, self.iterations + 1)] if model else []
 
@@ -570,7 +570,7 @@ class Config(Strict):
         ]
 
     def _conflicts_of_acceptance(self) -> Conflicts:
-        """Refuse to control an acceptance that is constant, out of reach, or without a token in some iteration."""
+        """Refuse `distill_control` of an acceptance that is constant, cannot reach its target, or is undefined."""
         control = self.rollout_model and self.rollout_model.distill_control
         if not control or control.metric != "acceptance":
             return []
@@ -578,7 +578,7 @@ class Config(Strict):
         limit = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))  # the acceptance of equal models
         iterations = range(1, self.iterations + 1)
         used = filter(self.uses_rollout_model, iterations)
-        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]
+        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # not generating
 
         return [
             (

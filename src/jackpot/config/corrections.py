@@ -69,7 +69,7 @@ class TISCorrection(Strict):
 
 
 class _BandCorrection(Strict):
-    """A correction that keeps tokens or responses whose ratio lies from `low` to `high`."""
+    """A correction that keeps tokens or responses whose ratio, rho or one made of R, lies from `low` to `high`."""
 
     proximal: Proximal = "old"
     low: NonNegative
@@ -189,7 +189,7 @@ class DPPOCorrection(Strict):
 
 
 class TargetCorrection(Strict):
-    """A correction with a target of its own: OBRS and its parts."""
+    """A correction whose `target` the user can choose: OBRS, the parts of OBRS, and custom corrections."""
 
     proximal: AnyProximal = "old"
     target: Literal["old", "new"] = "old"
@@ -198,14 +198,14 @@ class TargetCorrection(Strict):
 
 
 class _LamCorrection(TargetCorrection):
-    """A correction that compares rho with lam."""
+    """A correction that compares the rho of a token with the setting `lam`."""
 
     lam: Finite = LAM
     """lambda of OBRS: a token is accepted with probability min(1, rho / lam), so a larger one rejects more."""
 
 
 class ZCorrection(_LamCorrection):
-    """A correction that weights by Z."""
+    """A correction whose weights contain Z, the probability that OBRS accepts a token of the rollout model."""
 
     c1: C1 = 3.0
     normalizer: Literal["topk", "exact"] = "topk"
@@ -295,7 +295,7 @@ class CustomCorrection(TargetCorrection):
     """Settings: arguments of the function that are no tensors, or those that the class is constructed with."""
 
 
-WITH_PROXIMAL = {  # names in papers, and the settings that we have for them: a correction at another proximal point
+WITH_PROXIMAL = {  # a name in papers: our correction for it, and `proximal`, the policy that PPO's ratio is taken from
     "ppo_is": {"name": "none", "proximal": "rollout"},
     "tis_adjusted": {"name": "tis", "proximal": "new"},
 }

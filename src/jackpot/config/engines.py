@@ -10,7 +10,7 @@ from jackpot.config.base import MAY_CHANGE, Bound, Conflicts, Count, Names, Stri
 
 Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["int8_w8a16", "int8_w8a8", "fp8"]
-# For a precision of training: the quantization of the engine, with whose codes training computes.
+# By the precision of training: the quantization of the engine with whose quantized numbers training computes too.
 TRAINED_QUANTIZATION: dict[str, Quantization] = {"fp8": "fp8", "int8": "int8_w8a8"}
 
 
@@ -115,7 +115,7 @@ class VLLMEngineConfig(_Engine):
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 
     def conflicts(self) -> Conflicts:
-        draft = self.draft or DraftConfig()
+        draft = self.draft or DraftConfig()  # the defaults conflict with nothing
 
         return [
             (
@@ -238,10 +238,10 @@ def cache_format(engine: "EngineConfig", device: str) -> str | None:
 
 
 def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
-    """Return the formats in which an engine and training compute bit-identical log-probs: `number_formats` and `dtype`.
+    """Return (`number_formats`, `dtype`) of an engine whose log-probs training can compute bit for bit; else None.
 
-    Two sides with equal formats compute alike. None for an engine without quantized activations, or with other kernels
-    than training.
+    Two engines with equal formats, or an engine and training, compute alike. An engine without quantized activations,
+    or with other kernels than those of training, has None.
     """
     if not isinstance(engine, TransformersEngineConfig) or engine.quantization not in TRAINED_QUANTIZATION.values():
         return None
@@ -262,7 +262,7 @@ def server_urls(engine: EngineConfig | None) -> set[str]:
 
 
 def trained_conflicts(key: str, engine: EngineConfig, precision: str, quantization: Quantization | None) -> Conflicts:
-    """Return what keeps an engine from computing with the same codes as training at precision fp8 or int8.
+    """Return what keeps an engine from computing with the same quantized numbers as training at precision fp8 or int8.
 
     Args:
         key: the setting that describes the engine, `engine` or `evaluation.engine`.

@@ -12,7 +12,7 @@ from jackpot.config.reference import blocks, settings
 
 LONGEST = 80  # longest text of all overrides in a name, characters
 _WORD = re.compile(r"[\w.]+").fullmatch  # a value that can stand in a name
-_FIRST = ("objective.", "policy.")  # blocks whose settings go by their last name, even if other blocks have it too
+_FIRST = ("objective.", "policy.")  # a last name that several blocks have means the setting of one of these blocks
 
 
 def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int, more: str | None = None) -> Path:
@@ -30,8 +30,8 @@ def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int
 def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     """Return the parts of a folder's name that stand for overrides, in the order of their keys.
 
-    A number stands right behind the setting's shortest name, `lam2.0`; other values behind `=`. Where the parts get too
-    long, or a value has characters that a folder's name should not have, some are left out for a hash of all overrides.
+    A number stands right after the setting's shortest name, `lam2.0`; other values after `=`. Where the parts get too
+    long, or a value has characters that a folder's name should not have, a hash of all overrides replaces some parts.
 
     >>> override_labels(["objective.correction.lam=2.0", "rollout_model.clip_low=0.1", "seed=1"], without=["seed"])
     ['lam2.0', 'rollout_model.clip_low0.1']
@@ -40,8 +40,8 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
         overrides: settings as key=value; of two with the same key the last one counts.
         without: keys that are left out.
     """
-    values = dict(text.split("=", 1) for text in overrides)
-    values = {key: value for key, value in sorted(values.items()) if key not in without}
+    all_values = dict(text.split("=", 1) for text in overrides)
+    values = {key: value for key, value in sorted(all_values.items()) if key not in without}
     known = [*settings("train"), *blocks("train")] if values else []  # only where needed: reading all keys takes long
 
     # A label whose value has other characters than a name should have, or for which there is no room, is left out.
@@ -56,7 +56,7 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
 
 
 def _label(key: str, value: str, known: Sequence[str]) -> str:
-    """Join a setting's name and value. The name is the shortest end of its key that means it alone (`_owner`)."""
+    """Join a setting's name and value. The name is the shortest end of `key` that stands for `key` alone (`_owner`)."""
     words = key.split(".")
     names = [".".join(words[start:]) for start in reversed(range(len(words)))]
     name = next((name for name in names if _owner(name, known) == key), key)
@@ -69,7 +69,7 @@ def _is_number(value: str) -> bool:
 
 
 def _owner(name: str, known: Sequence[str]) -> str | None:
-    """Return the key that `name`, the end of a key, stands for; None where it could stand for several keys."""
+    """Return the known key that `name`, the end of a key, stands for; None for no key, or several outside `_FIRST`."""
     if name in known:
         return name
     ending = [key for key in known if key.endswith(f".{name}")]

@@ -37,13 +37,13 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     if is_asleep and config.rollout_model and config.evaluation.engine is None:
         settings["evaluation"]["engine"] = dict(settings["engine"])
 
-    chosen = [settings["engine"], settings["evaluation"]["engine"] or {}]
-    open_modes = [engine for engine in chosen if engine.get("enable_sleep_mode") == "auto"]
-    for engine in open_modes:
+    both = [settings["engine"], settings["evaluation"]["engine"] or {}]
+    undecided = [engine for engine in both if engine.get("enable_sleep_mode") == "auto"]
+    for engine in undecided:
         engine["enable_sleep_mode"] = is_asleep
-    # Only one of two vLLM engines sleeps: the last one whose mode was left open stays awake.
-    if all(engine.get("name") == "vllm" and engine["enable_sleep_mode"] for engine in chosen) and open_modes:
-        open_modes[-1]["enable_sleep_mode"] = False
+    # Only one of two vLLM engines sleeps: the last one whose mode the settings left open stays awake.
+    if all(engine.get("name") == "vllm" and engine["enable_sleep_mode"] for engine in both) and undecided:
+        undecided[-1]["enable_sleep_mode"] = False
 
     return build_config(settings)
 

@@ -8,7 +8,7 @@ from jackpot.config.base import Conflicts, Count, Strict
 from jackpot.core.errors import ConfigError
 
 Paper = Literal["Jackpot", "submission", "Jet-RL", "TIS post"]
-PAPERS: dict[str, str] = {  # a recipe's name for a paper, and its title
+PAPERS: dict[str, str] = {  # titles of papers, by the names that recipes give them
     "Jackpot": "Jackpot: Optimal Budgeted Rejection Sampling for Extreme Actor-Policy Mismatch RL, arXiv 2602.06107",
     "submission": "Jackpot: Align Actor-Policy Distribution for Scalable and Stable RL for LLM, its earlier submission",
     "Jet-RL": "Jet-RL: On-Policy FP8 RL with Unified Training and Rollout Precision Flow, arXiv 2601.14243",
@@ -57,7 +57,7 @@ class PublishedRow(Strict):
 
 
 class PublishedTable(Strict):
-    """Rows of one table of one paper, which a recipe repeats. Accuracies are in percent."""
+    """The rows that a recipe repeats of one table of a paper. Accuracies are in percent."""
 
     paper: Paper
     """Short name of the paper."""

@@ -31,7 +31,8 @@ _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """A key in one class of settings of one command, with its facts; several classes, such as engines, may have it."""
+    """What one class of settings says of a key, for one command. Several classes, such as those of engines, may have
+    the same key."""
 
     key: str
     command: str  # train, eval or mismatch
@@ -75,13 +76,13 @@ class Setting:
 
     @property
     def resume(self) -> str:
-        """Say whether the setting may change when a run or evaluation continues; empty for commands that never do."""
+        """Say whether the setting may change when a run or evaluation continues; empty if no command continues."""
         continued = [use.may_change for use in self.uses if use.command in CONTINUED]
         return ("may change" if any(continued) else "must stay the same") if continued else ""
 
     @property
     def users(self) -> str:
-        """Say which commands use the setting, and with which choices of a block, if not with all."""
+        """Say which commands use the setting, and with which choices, such as `engine=vllm`, if not with all."""
         commands = ", ".join(f"jackpot {name}" for name in dict.fromkeys(use.command for use in self.uses))
         return f"{commands}, with {self.variants}" if self.variants else commands
 
@@ -100,7 +101,7 @@ class Block:
     command: str  # train, eval or mismatch
     default: str  # null, required, the name of the default choice, or empty
     meaning: str  # docstring of the field, or of the class for a whole command
-    variants: tuple[tuple[str, str], ...]  # allowed names and what each is; empty where there is nothing to choose
+    variants: tuple[tuple[str, str], ...]  # (allowed name, what it chooses); empty where there is no choice
 
 
 def blocks(command: str) -> dict[str, Block]:
@@ -121,12 +122,12 @@ def settings(*commands: str) -> dict[str, Setting]:
 
 
 def own_settings(command: str) -> tuple[list[Setting], list[str]]:
-    """Return a command's settings that `jackpot train` lacks, and only the first names of its other settings.
+    """Return the settings that a command has and `jackpot train` lacks, and in short those that both have.
 
     Two settings count as the same where one class defines both, whatever their keys and defaults.
 
     Returns:
-        The command's own settings, and the first parts of the keys of those that `jackpot train` has too.
+        The command's own settings; of those that both commands have, only the first part of each key, such as `engine`.
     """
     known = {use.origin for setting in settings("train").values() for use in setting.uses}
     of_command = list(settings(command).values())
@@ -138,7 +139,7 @@ def own_settings(command: str) -> tuple[list[Setting], list[str]]:
 def find(key: str) -> tuple[list[Block], list[Setting]]:
     """Find a key: the blocks that have it, one for each command, and the settings at or below it.
 
-    A key below a block of `Differences` is looked up in the block that the differences are from.
+    A key inside a block marked `Differences` is looked up in the block that the mark names.
 
     Args:
         key: a dotted key; a number in it is an index of a list.
@@ -150,10 +151,12 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     known = settings(*COMMANDS)
     with_name = [block for command in COMMANDS if (block := blocks(command).get(name)) and name not in ("", *known)]
 
+    # The key is that of a block or of a setting: return it with all settings below it.
     if with_name or name in known:
         below = (f"{name}.", f"{name}[].")
         return with_name, [item for item in known.values() if item.key == name or item.key.startswith(below)]
 
+    # The key lies inside a block of differences: look for it in the block `base`.
     for setting in known.values():
         if (base := setting.uses[0].same_as) and name.startswith(f"{setting.key}."):
             return find(base + name.removeprefix(setting.key))
@@ -183,7 +186,9 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
         key = above + name
         classes = model_classes(field.annotation)
         meaning = _one_line(field.description)
+        # The name of the class that defines the field, which may be a base class of `kind`.
         definer = next(cls.__name__ for cls in kind.__mro__ if name in get_annotations(cls))
+        # What every `Use` of this field has in common; each `use(...)` below adds the rest.
         use = partial(Use, **shared, default=_default(field), meaning=meaning, may_change=MAY_CHANGE in field.metadata)
 
         # Yield the field as a setting, unless its only values are a block or null.
@@ -198,7 +203,7 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
 
         # Yield the block, then `name` if it chooses among several classes, then the fields of each class.
         names = [cls.model_fields["name"].default for cls in classes] if len(classes) > 1 else []
-        variants = tuple(zip(names, map(_paragraph, classes), strict=False))
+        variants = tuple(zip(names, map(_paragraph, classes), strict=False))  # empty for a single class, as names is
         yield Block(key=key, command=shared["command"], default=_default(field), meaning=meaning, variants=variants)
         below = f"{key}[]." if get_origin(field.annotation) is tuple else f"{key}."
         if names:
@@ -222,8 +227,9 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     """Say in words what each alternative of a field's annotation allows, with the bounds in the metadata."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        marks = [mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in arguments[1:]]
-        return _values(arguments[0], [*chain.from_iterable(marks), *metadata])
+        # Each argument after the type is metadata, or a FieldInfo that holds a list of metadata.
+        inner = [mark.metadata if isinstance(mark, FieldInfo) else [mark] for mark in arguments[1:]]
+        return _values(arguments[0], [*chain.from_iterable(inner), *metadata])
 
     if origin not in (Union, UnionType) and model_classes(annotation):
         return [_BLOCK]
@@ -272,4 +278,4 @@ def _yaml(value: Any) -> str:
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, re.Pattern):
         return value.pattern
-    return str(value).replace("inf", ".inf") if isinstance(value, float) else str(value) or '""'
+    return str(value).replace("inf", ".inf") if isinstance(value, float) else str(value) or '""'  # no text

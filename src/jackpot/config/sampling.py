@@ -35,7 +35,7 @@ class Sampling(Strict):
 
     @property
     def lists_support(self) -> bool:
-        """Return whether the engine's top-k list has every token that could have been sampled, and more than one."""
+        """Return whether sampling chooses among several tokens, all of which the engine's top-k list contains."""
         return 1 < self.top_k <= self.num_top_log_probs
 
     @property
@@ -61,7 +61,7 @@ class SamplingChanges(Strict):
 
 
 class BenchmarkConfig(Strict):
-    """A further set of problems that the policy answers."""
+    """A set of problems, beside those of the task, that the policy answers in evaluations."""
 
     name: str
     """Name of the set, or path of a file with problems in the columns of `task.test`."""

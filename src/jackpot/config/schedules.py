@@ -13,8 +13,9 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 class DistillControlConfig(Strict):
     """Settings of a controller that adapts the weight of the distillation to hold a metric at a target.
 
-    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is the metric's
-    distance from `target` over `target`, cut at 0.2 (the adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
+    After every step of the rollout model the weight is multiplied by 1 + error / `horizon`. The error is
+    (metric - target) / target, cut to at most 0.2 above or below 0, where 1 - acceptance stands for an acceptance (the
+    adaptive KL coefficient of PPO, arXiv 1909.08593, 2.2).
     """
 
     metric: Literal["kl", "acceptance"] = "kl"
@@ -66,13 +67,13 @@ class ShareSchedule(Strict):
         ]
 
     def at(self, iteration: int) -> float:
-        """Return the share in an iteration; the first iteration is 1."""
+        """Return the share in an iteration. Iterations count from 1."""
         if iteration <= self.hold:
             return self.start
-        last = self.hold + 1 if self.until is None else self.until
-        if iteration >= last:
+        first_at_end = self.hold + 1 if self.until is None else self.until
+        if iteration >= first_at_end:
             return self.end
 
-        done = (iteration - self.hold) / (last - self.hold)
-        done = done if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * done)
+        time_passed = (iteration - self.hold) / (first_at_end - self.hold)  # from 0 to 1
+        done = time_passed if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * time_passed)
         return self.start + (self.end - self.start) * done

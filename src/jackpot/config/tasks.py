@@ -22,7 +22,7 @@ from jackpot.config.base import (
 )
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-ROW_NUMBER = "row"  # the value of `columns.uid` with which the number of a row is the problem's id
+ROW_NUMBER = "row"  # the value of `columns.uid` that makes the number of a row the id of its problem
 
 
 class ArithmeticConfig(Strict):
@@ -83,7 +83,7 @@ class ColumnsConfig(Strict):
 
 
 class AnswersConfig(Strict):
-    """The part of the text in the column of right answers that is the right answer."""
+    """Settings of which part of the text in the answer column is the right answer."""
 
     name: Literal["plain", "hashes", "boxed", "letter", "regex"]
     """All of the column (plain), what follows the last #### (hashes), what is in the last boxed{} of LaTeX (boxed), the
@@ -175,7 +175,7 @@ class RewardConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         changed = {key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default}
-        limits = changed - {"name", "weight"}
+        limits = changed - {"name", "weight"}  # settings that only functions of your own have
         return [
             (
                 ":" not in self.name and limits,
@@ -251,7 +251,7 @@ class QuestionConfig(Strict):
 
     @property
     def decides(self) -> VerdictConfig | None:
-        """Return the verdict with its default filled in; None where no response counts as right or wrong."""
+        """Return the rule by which a response counts as right, `verdict` or its default; None without a rule."""
         is_verified = any(reward.name == "correct" for reward in self.rewards)
         return self.verdict or (VerdictConfig(name="correct") if is_verified else None)
 

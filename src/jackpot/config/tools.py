@@ -75,15 +75,15 @@ ENDLESS = 512  # default number of problems of a generated set, which has no end
 
 
 def sets_of(task: TaskConfig) -> SetsConfig:
-    """Return settings that put benchmarks to a model just as training with `task` put its problems.
+    """Return settings that put the problems of benchmarks to a model as a run puts those of its `task`.
 
     Files among the benchmarks are read with the columns of `task.test`. For a task that says nothing of benchmarks,
     such as a custom one, all settings are the defaults.
     """
     if task.name not in SetsConfig.model_fields:
         return SetsConfig()
-    kind = type(getattr(SetsConfig(), task.name))
-    settings = kind.model_validate(task.model_dump(include=set(kind.model_fields)))
+    settings_class = type(getattr(SetsConfig(), task.name))
+    settings = settings_class.model_validate(task.model_dump(include=set(settings_class.model_fields)))
     files = {"columns": task.test.columns, "answers": task.test.answers} if isinstance(task, MathConfig) else {}
     return SetsConfig(**{task.name: settings}, **files)
 

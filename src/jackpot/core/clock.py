@@ -25,7 +25,7 @@ class Seconds(NamedTuple):
     processor: float = 0.0  # processor time of all threads of this process, seconds
 
     def plus(self, seconds: "Seconds", times: float = 1.0) -> "Seconds":
-        """Return the sum of this time and of another time that is multiplied by `times`."""
+        """Return this time plus `times` times another; -1 subtracts the other."""
         return Seconds(self.wall + times * seconds.wall, self.processor + times * seconds.processor)
 
 
@@ -52,6 +52,7 @@ class Clock:
         self._open.append(STAGES.get(phase, phase))
         stage(self._open[-1])
 
+        # From here on `_inner` counts the phases inside this one; it gets its old value back at the end.
         begin = _now()
         inner_before, self._inner = self._inner, Seconds()
         try:
@@ -61,14 +62,15 @@ class Clock:
             if self._open:
                 stage(self._open[-1])
 
-        # Leave out the time of inner phases, which they have counted themselves. The phase around this one will leave
-        # out the whole duration of this phase.
+        # Count the duration of this phase without that of its inner phases, which have counted themselves. For the
+        # phase around this one, the whole duration is that of an inner phase.
         duration = _now().plus(begin, -1.0)
         self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(duration).plus(self._inner, -1.0)
         self._inner = inner_before.plus(duration)
 
     def take(self) -> dict[str, Seconds]:
         """Return the time of each phase since the last call, and start again from 0."""
+        # The time since the last call that no phase has counted belongs to the phase `other`.
         now = _now()
         outside = now.plus(self._begin, -1.0)
         for seconds in self._seconds.values():

@@ -72,8 +72,8 @@ def _quota() -> int:
 def pick_threads(setting: int | Literal["auto"]) -> int:
     """Return the number of CPU threads: for `auto` the number of free cores, shared by the ranks on this machine.
 
-    On a machine with another busy process, training with one thread too many was 10 times slower. Where cores are busy,
-    `auto` looks again after two seconds, since a process may just be ending, and warns if they are still busy.
+    Beside another busy process, training with one thread more than there were free cores was 10 times slower. Where
+    cores are busy, `auto` looks again after two seconds, since a process may just be ending, and warns if it is not.
     """
     if setting != "auto":
         return setting

@@ -27,8 +27,8 @@ class WeightsDigest:
 
         s_r = sum_i k_i w_{4096 r + i}          mod 2**64,     r = 0, 1, ...; the last row may be shorter
 
-    SHA-256 hashes the sums, 1/2048 of the bytes, with name, shape and dtype of each tensor, and then the hashes of all
-    tensors in sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
+    SHA-256 hashes each tensor's name, shape, dtype and sums, 8 bytes for a row of 16 KiB, and then all these hashes in
+    sorted order. Sums of integers do not round, so device, chunks and threads do not matter.
 
     Two tensors that differ in one word of a row always differ in its sum (an odd key times less than 2**32 is not 0).
     Where several words of a row differ, the sums are equal with a chance of at most 2**-32 over the choice of keys.
@@ -84,9 +84,10 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
-    chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
+    chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)  # of `rows` rows each, the last is shorter
 
-    # All chunks share this memory: new memory costs page faults.
+    # All chunks share this memory, as new memory costs page faults: `cast` for a chunk of another dtype, `products` for
+    # its words, whose number is rounded up. The first chunk is the longest.
     cast = torch.empty_like(chunks[0], dtype=dtype)
     products = torch.empty(-(-cast.nbytes // _WORD), dtype=torch.int64, device=tensor.device)
 
@@ -102,7 +103,7 @@ def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tenso
 
     `products` is memory to work in, at least [W] int64.
     """
-    whole = len(words) - len(words) % _ROW
+    whole = len(words) - len(words) % _ROW  # number of words in whole rows
     terms = products[: len(words)].copy_(words)
     yield terms[:whole].view(-1, _ROW).mul_(keys).sum(dim=1)
     if whole < len(words):
@@ -117,6 +118,7 @@ def _words(chunk: Tensor) -> Tensor:
     size = chunk.dtype.itemsize
     if len(chunk) * size % _WORD == 0 and chunk.storage_offset() * size % _WORD == 0:
         return chunk.view(torch.int32)
+    # The number of words, rounded up, times the bytes of a word.
     padded = torch.zeros(-(-len(chunk) * size // _WORD) * _WORD, dtype=torch.uint8, device=chunk.device)
     padded[: len(chunk) * size] = chunk.view(torch.uint8)
     return padded.view(torch.int32)

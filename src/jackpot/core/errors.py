@@ -18,7 +18,7 @@ class DataError(JackpotError, ValueError):
 
 
 class ModelError(JackpotError, ValueError):
-    """A model folder that is missing, damaged or does not fit the other model."""
+    """A model folder that is missing, is damaged, or does not fit the other model of the run."""
 
 
 class EngineError(JackpotError, RuntimeError):

@@ -17,8 +17,8 @@ from typing import IO, Any
 from jackpot.core.errors import CheckpointError
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
-LEASE_SECONDS = 30.0  # a lease that was not renewed for so long is free; its owner renews it every sixth of this time
-_SETTLES = 1.0  # seconds until the lease file of two processes that start at once names the one that has the lease
+LEASE_SECONDS = 30.0  # seconds without renewal after which a lease is free; its owner renews it six times in that time
+_SETTLES = 1.0  # seconds after which a lease file, which two processes may write at once, names its one owner
 _log = logging.getLogger(__name__)
 
 
@@ -78,11 +78,11 @@ def cause_of(error: BaseException) -> str:
 
     Torch, for one, reports a full disk as a wrong position in the file; only the cause of that error names the disk.
     """
-    below: BaseException | None = error
-    while below is not None and not isinstance(below, OSError):
-        below = below.__cause__ or below.__context__
+    candidate: BaseException | None = error
+    while candidate is not None and not isinstance(candidate, OSError):
+        candidate = candidate.__cause__ or candidate.__context__
 
-    cause = below or error
+    cause = candidate or error
     text = str(cause).strip()
     return text if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {text}"
 
@@ -115,7 +115,7 @@ class AppendedFile:
 
 @contextmanager
 def checkpoint_error_in(folder: Path) -> Generator[None]:
-    """Turn an OSError of the block into a CheckpointError that names `folder`, in which a run cannot begin."""
+    """Turn an OSError of the `with` block into a CheckpointError: a run cannot begin in `folder`."""
     try:
         yield
     except OSError as error:
@@ -128,8 +128,9 @@ def checkpoint_error_in(folder: Path) -> Generator[None]:
 def hold_lock(path: Path) -> IO[str]:
     """Open the file `path`, lock it until it is closed or this process ends, and write this process's name into it.
 
-    Some file systems, such as NFS and Lustre, may be without locks. There the file's modification time is a lease: its
-    owner renews the lease, and a start that finds the file waits LEASE_SECONDS to see whether it is renewed.
+    Some file systems, such as NFS and Lustre, may be without locks. There the process whose name the file holds has a
+    lease, which it renews by setting the file's modification time. Another process that finds the file waits
+    LEASE_SECONDS, and takes the lease unless it was renewed.
 
     Raises:
         CheckpointError: another process holds the lock or the lease.
@@ -143,7 +144,7 @@ def hold_lock(path: Path) -> IO[str]:
     except BlockingIOError:
         raise _in_use(file, path) from None
     except OSError as error:
-        has_locks = False
+        has_locks = False  # so the file is a lease; if it has a content, see whether its owner still renews it
         if path.stat().st_size:
             _log.warning("cannot lock %s: %s; waiting %g s whether another process uses it", path, error, LEASE_SECONDS)
             modified = path.stat().st_mtime_ns

@@ -14,7 +14,7 @@ from typing import IO, Any
 LARGEST_TEXT = 256 * 2**20  # most bytes of a file, or of a line, that is parsed as a whole
 ALWAYS_EXPANDED = 64 * 2**20  # bytes that any compressed file may expand to, however small it is
 MOST_EXPANSION = 100  # bytes that each byte of a larger compressed file may expand to; text expands to 3 to 30
-MOST_REPETITION = 2_000  # MOST_EXPANSION of a table, whose columns store a value once that stands in many rows
+MOST_REPETITION = 2_000  # the same limit for a table, whose columns store a value once even if it stands in many rows
 MOST_ROWS = 256  # rows of a table that are read at once
 LARGEST_BATCH = 128 * 2**20  # bytes of the rows that are read at once, unless one row takes more
 
@@ -26,8 +26,7 @@ class ForeignFileError(OSError):
 def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None = None) -> IO[bytes]:
     """Open a file that someone else wrote for reading, if it is a regular file of at most `largest` bytes.
 
-    A folder from elsewhere may hold a pipe, a device, a link to anywhere, a kilobyte that expands to gigabytes, or
-    JSON that is nested without end.
+    A folder from elsewhere may hold a pipe or a device, on which reading never ends, or a link to any other file.
 
     Args:
         largest: most bytes that the file may have.
@@ -85,7 +84,7 @@ class Expansion:
 
     Args:
         path: path of the compressed file.
-        times: the limit, as a multiple of the file's size; never less than ALWAYS_EXPANDED bytes.
+        times: how many times the file's size may come out of it; ALWAYS_EXPANDED bytes may in any case.
     """
 
     def __init__(self, path: Path, times: int = MOST_EXPANSION) -> None:
@@ -125,6 +124,7 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
     footer = file.metadata
     paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
     encoded = parquet.ParquetFile(path, read_dictionary=paths)  # has each text once, however many rows repeat it
+    # Count the bytes of all row groups as the footer states them, and those of the batches as they turn out.
     stored, yielded = (Expansion(path, MOST_REPETITION) for _ in range(2))
 
     for index in range(footer.num_row_groups):
@@ -133,7 +133,8 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
         size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
         stored.add(size)
 
-        # A row's text is at most a whole dictionary, which comes with any row; where each row has its own, the mean.
+        # Estimate the bytes of the largest row. Its texts are at most the dictionaries of all texts, which come with
+        # the first row of `encoded`; where texts are not in dictionaries, the mean row has to do.
         texts = sum(row.nbytes for row in islice(encoded.iter_batches(1, [index], columns), 1))
         largest = max(texts, size // max(group.num_rows, 1), 1)
 

@@ -17,7 +17,9 @@ _STATM = Path("/proc/self/statm")
 
 
 def ends_in_limits(function: Callable[[], object]) -> bool:
-    """Call a pure function in a copy of this process; tell whether it ends, in a result or an error, within the limits.
+    """Call a pure function in a copy of this process; tell whether it ends within the limits of time and memory.
+
+    It may end in a result or in an error.
 
     Return True also where this process cannot be copied, as without memory for the copy. Where there is no /proc, as on
     macOS, the copy has no limit of memory.
@@ -33,6 +35,7 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)  # any other crash exceeded no limit
 
+    # This is the child, which ends here with a code for the parent.
     code = 0
     with suppress(BaseException):
         _limit()
@@ -53,7 +56,7 @@ def _limit() -> None:
 
 
 def lower_limit(limit: int, value: int) -> None:
-    """Lower a limit of this process, such as RLIMIT_AS, for good; where its hard limit is lower already, take that."""
+    """Lower a limit of this process, such as RLIMIT_AS, for good: to `value`, or to the hard limit if that is lower."""
     hard = resource.getrlimit(limit)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))

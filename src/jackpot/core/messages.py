@@ -26,7 +26,7 @@ from jackpot.core.types import (
 
 _KNOWN = (AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch, TrainingSample)
 _CLASSES = {known.__name__: known for known in _KNOWN}
-_ALIGNED = 8  # bytes; every tensor begins at a multiple of them, so that no copy is needed to read it
+_ALIGNED = 8  # every part of a message begins at a multiple of so many bytes, so that tensors are read without a copy
 
 
 class MessageError(RankError, ValueError):
@@ -83,14 +83,14 @@ def _checksum(message: Tensor) -> Tensor:
 
 def _unpacked(message: Tensor) -> Any:
     """Decode a message whose checksum was cut off, [n] uint8, and return its value."""
-    # The JSON has the value, in which tensors are indices, and number format and shape of each tensor.
+    # The JSON is [content, layouts]: the value, in which tensors are indices, and (dtype, shape) of each tensor.
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
     content, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 
     tensors: list[Tensor] = []
     start = _ALIGNED + size
     for name, shape in layouts:
-        start += -start % _ALIGNED
+        start += -start % _ALIGNED  # skip the padding
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a message between ranks has a tensor of {name!r}, which is no number format of torch")
@@ -106,8 +106,9 @@ def _unpacked(message: Tensor) -> Any:
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
     """Convert a value to plain JSON values, and append the tensors that it holds to `tensors`.
 
-    A list stays a list. Of everything else that JSON lacks, the type becomes the key of an object with one entry:
-    {"tuple": [...]}, {"Score": [...]} with the values of the fields, or {"tensor": 2}, the index in `tensors`.
+    None, bools, numbers and strings stay as they are, and lists stay lists. Any other value becomes an object with one
+    entry, whose key is the type: {"tuple": [...]}, {"dict": {...}}, {"Score": [...]} with the values of the fields,
+    or {"tensor": 2} with the index in `tensors`.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -136,7 +137,7 @@ def _value(plain: Any, tensors: list[Tensor]) -> Any:
     if not isinstance(plain, dict):
         return plain
 
-    ((name, content),) = plain.items()
+    ((name, content),) = plain.items()  # the single entry: a type and its content
     if name == "tensor":
         return tensors[content]
     if name == "dict":

@@ -24,7 +24,7 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class Metric(ABC):
-    """A number that is stored as tensors, so that metrics of parts of the data can be added to that of the whole.
+    """A number that is stored as tensors, so that the metrics of parts of the data add up to the metric of the whole.
 
     Each subclass is a frozen dataclass of such tensors.
     """
@@ -84,7 +84,7 @@ class Mean(Metric):
 
     @classmethod
     def number(cls, value: float | Tensor) -> "Mean":
-        """Build the mean of one entry, on the device of a tensor, else on the CPU."""
+        """Build the mean of a single number, on the number's device if it is a tensor, else on the CPU."""
         entry = torch.as_tensor(value, dtype=torch.float64)
         return cls(entry, entry.square(), torch.ones_like(entry))
 
@@ -148,6 +148,7 @@ class ClusteredMean(Metric):
     def standard_error(self) -> Tensor:
         """Return the standard error of the mean, valid however the tokens of a response depend on each other; 0 for a
         single response."""
+        # The spread is the sum of (y - mean n)^2 over responses.
         mean = self.value
         spread = (self.squares - 2.0 * mean * self.products + mean.square() * self.counts).clamp(min=0.0)
         return (self.responses / (self.responses - 1.0).clamp(min=1.0) * spread).sqrt() / self.count
@@ -162,7 +163,7 @@ class ClusteredMean(Metric):
 
 @dataclass(frozen=True)
 class Sum(Metric):
-    """A sum, or the number of some entries, which adds up over parts of the data (scalar, float64)."""
+    """A sum of numbers, or a count of entries, which adds up over parts of the data (scalar, float64)."""
 
     added_by = "+"
     total: Tensor
@@ -174,7 +175,7 @@ class Sum(Metric):
 
     @classmethod
     def number(cls, value: float | Tensor) -> "Sum":
-        """Build the sum of one entry, on the device of a tensor, else on the CPU."""
+        """Build a sum from its value, on the value's device if it is a tensor, else on the CPU."""
         return cls(torch.as_tensor(value, dtype=torch.float64))
 
     @property
@@ -198,7 +199,7 @@ class Max(Metric):
 
     @classmethod
     def number(cls, value: float) -> "Max":
-        """Build the maximum of one entry."""
+        """Build the maximum of a single number."""
         return cls(torch.tensor(value, dtype=torch.float64))
 
     @property
@@ -226,14 +227,17 @@ class EffectiveSampleSize(Metric):
 
     @classmethod
     def of_each(cls, log_weights: Tensor, masks: Mapping[str, Tensor]) -> dict[str, "EffectiveSampleSize"]:
-        """Sum the weights e^`log_weights` once for each mask, where the mask is True; return the sums by mask.
+        """Sum the weights e^`log_weights` once for each mask, where it is True; return the sums by the mask's name.
 
         All tensors have one shape, any.
         """
         members = torch.stack(list(masks.values()))
         rows = torch.where(members, log_weights.detach().double(), -torch.inf).flatten(1)  # [G, N] for G masks
-        fields = rows.logsumexp(1), (2.0 * rows).logsumexp(1), members.flatten(1).sum(1).double()
-        return {name: cls(*entry) for name, *entry in zip(masks, *(field.unbind() for field in fields), strict=True)}
+        totals, squares, counts = rows.logsumexp(1), (2.0 * rows).logsumexp(1), members.flatten(1).sum(1).double()
+        return {
+            name: cls(log_total=total, log_squares=square, count=count)
+            for name, total, square, count in zip(masks, totals, squares, counts, strict=True)
+        }
 
     @property
     def value(self) -> Tensor:
@@ -245,8 +249,8 @@ class EffectiveSampleSize(Metric):
 class Histogram(Metric):
     """Counts of values in fixed bins, fine around 0 and coarse far out.
 
-    Bin edges are _SCALE sinh(u) for evenly spaced u, out to +-_LIMIT. So a quantile is within about 1.5 % of the true
-    one, or within 2e-6 near 0. Values further out are counted in the outermost bins.
+    The edges of the bins are _SCALE sinh(u) for evenly spaced numbers u, from -_LIMIT to _LIMIT. So a quantile is
+    within about 1.5 % of the true one, or within 2e-6 near 0. Values further out are counted in the outermost bins.
     """
 
     added_by = "h"
@@ -264,7 +268,7 @@ class Histogram(Metric):
     def quantile(self, share: float) -> Tensor:
         """Return the value below which a share (0 to 1) of all entries lies, a scalar.
 
-        Of the bin that holds the value, the middle on the scale u of `Histogram` is returned.
+        It is the middle, by u (see `Histogram`), of the bin in which the exact value lies.
         """
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
@@ -278,14 +282,15 @@ class Histogram(Metric):
 
 _BINS = 2048
 _SCALE, _LIMIT = 1e-4, 40.0
-_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # width of a bin, in the u of `Histogram`
+_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # distance of two edges of bins, in the numbers u of `Histogram`
 
 Kind = TypeVar("Kind", bound=Metric)
-Means = dict[str, Mean]  # metrics by their names, as `Sums` too
+# Metrics by their names.
+Means = dict[str, Mean]
 Sums = dict[str, Metric]
 
 
-# By the letters of `Metric.added_by`: the number that changes nothing when it is added to a field.
+# For each letter of `Metric.added_by`: the number that changes nothing when it is added in this way.
 _NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}
 
 
@@ -293,9 +298,10 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
     """Average every column over the True entries of every mask, all of one shape, in two matrix products.
 
     Returns:
-        A `Mean` for each pair, named by the column's name and then the mask's. Entries that no mask selects are
-        ignored, NaN included; a NaN that one mask selects makes the column's means over all masks NaN.
+        A `Mean` for each pair of a column and a mask, by the column's name followed by the mask's. Entries that no mask
+        selects are ignored, NaN included; a NaN that one mask selects makes the column's means over all masks NaN.
     """
+    # G masks and C columns of N entries each.
     members = torch.stack([mask.flatten() for mask in masks.values()])  # [G, N]
     values = torch.stack([column.detach().double().flatten() for column in columns.values()])  # [C, N]
     values = torch.where(members.any(0), values, 0.0)
@@ -304,7 +310,7 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
     totals, squares = values @ weights.T, values.square() @ weights.T  # [C, G] each
     counts = weights.sum(-1).unbind()
     return {
-        column + name: Mean(total, square, count)
+        column + name: Mean(total=total, squares=square, count=count)
         for column, column_totals, column_squares in zip(columns, totals, squares, strict=True)
         for name, total, square, count in zip(
             masks, column_totals.unbind(), column_squares.unbind(), counts, strict=True
@@ -314,19 +320,22 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
 
 def add_sums(*metric_sets: Mapping[str, Kind]) -> dict[str, Kind]:
     """Add sets of metrics name by name; a name that only some sets have is kept. All metrics are on one device."""
-    rows: list[dict[str, Kind]] = []  # the first metric of every name, then the second of every name, and so on
+    # rounds[0] has the first metric of every name, rounds[1] the second of every name that has two, and so on.
+    rounds: list[dict[str, Kind]] = []
     counts: Counter[str] = Counter()
-    for name, entry in (item for metrics in metric_sets for item in metrics.items()):
-        if counts[name] == len(rows):
-            rows.append({})
-        rows[counts[name]][name] = entry
+    for name, metric in (item for metrics in metric_sets for item in metrics.items()):
+        if counts[name] == len(rounds):
+            rounds.append({})
+        rounds[counts[name]][name] = metric
         counts[name] += 1
 
-    if len(rows) < 2:
-        return rows[0] if rows else {}
+    if len(rounds) < 2:
+        return rounds[0] if rounds else {}
 
-    layout = _layout(rows[0])
-    return _unpacked(_added(torch.stack([_packed(row, layout) for row in rows]), layout), layout)
+    # Write each round into one row of numbers, add the rows, and read the metrics from the sum.
+    layout = _layout(rounds[0])
+    rows = torch.stack([_packed(metrics, layout) for metrics in rounds])
+    return _unpacked(_added(rows, layout), layout)
 
 
 def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
@@ -338,7 +347,8 @@ def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
     if not sums or not _has_ranks():
         return sums
     layout = _layout(sums)
-    return _unpacked(_added(torch.stack(_of_every_rank(_packed(sums, layout))), layout), layout)
+    rows = torch.stack(_of_every_rank(_packed(sums, layout)))  # one row of numbers from each rank
+    return _unpacked(_added(rows, layout), layout)
 
 
 def all_gather(values: Tensor) -> Tensor:
@@ -384,15 +394,16 @@ def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     raw = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
     pieces = (torch.cat(raw) if len(raw) > 1 else raw[0]).cpu().split([len(tensor) for tensor in raw])
     copies = dict(zip(order, pieces, strict=True))
+    # Return the copies in the order of `tensors`.
     return [copies[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
 
 
 class _Layout(NamedTuple, Generic[Kind]):
-    """The order of metrics' fields in a row of L numbers: histograms, then sums, maxima, and logs of sums."""
+    """The order of the fields of several metrics in one row of L numbers: histograms, sums, maxima, logs of sums."""
 
     classes: dict[str, type[Kind]]  # class of each metric, by the metric's name
-    fields: list[tuple[str, int]]  # the metric's name and the field's index in it, in the order of the row
-    sizes: list[int]  # numbers of the row's parts: sums (each histogram has `_BINS`), maxima, logs of sums
+    fields: list[tuple[str, int]]  # (a metric's name, index of a field in it) of every field, in the order of the row
+    sizes: list[int]  # how many numbers of the row are sums (with `_BINS` a histogram), maxima, and logs of sums
     histograms: int  # number of fields that are histograms
 
 
@@ -401,8 +412,12 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
     classes = {name: type(sums[name]) for name in sorted(sums)}
     all_fields = [(how, (name, index)) for name, cls in classes.items() for index, how in enumerate(cls.added_by)]
     by_how = {how: [field for added_by, field in all_fields if added_by == how] for how in _NOTHING}
-    sizes = [_BINS * len(by_how["h"]) + len(by_how["+"]), len(by_how["m"]), len(by_how["l"])]
-    return _Layout(classes, [field for fields in by_how.values() for field in fields], sizes, len(by_how["h"]))
+    return _Layout(
+        classes=classes,
+        fields=[field for fields in by_how.values() for field in fields],
+        sizes=[_BINS * len(by_how["h"]) + len(by_how["+"]), len(by_how["m"]), len(by_how["l"])],
+        histograms=len(by_how["h"]),
+    )
 
 
 def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
@@ -415,6 +430,7 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
         how = metric_class.added_by[index]
         return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
+    # One tensor for each field, in the order of the row: the counts of the histograms, then scalars.
     columns = [
         entries[name][index] if name in entries else nothing(layout.classes[name], index)
         for name, index in layout.fields
@@ -425,7 +441,7 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
 
 def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
     """Build the metrics that `_packed` has written into one row of L numbers; their fields are views of the row."""
-    end = _BINS * layout.histograms
+    end = _BINS * layout.histograms  # where the histograms' counts end and the scalars begin
     columns = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
     by_field = dict(zip(layout.fields, columns, strict=True))
     return {

@@ -34,5 +34,6 @@ def _watch(parent: int, signal_number: int) -> None:
         while os.getppid() == parent:
             time.sleep(_LOOKS)
 
-    kills_group = signal_number == signal.SIGKILL and os.getpgid(0) == os.getpid()
-    (os.killpg if kills_group else os.kill)(os.getpid(), signal_number)
+    leads_group = os.getpgid(0) == os.getpid()
+    send = os.killpg if leads_group and signal_number == signal.SIGKILL else os.kill
+    send(os.getpid(), signal_number)

@@ -22,7 +22,7 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 def fold_in(*purpose: int | str) -> int:
-    """Hash the purpose of a stream of numbers, such as (seed, uid, "obrs", epoch), to its key, an unsigned 64-bit int.
+    """Hash the purpose of random numbers, such as (seed, uid, "obrs", epoch), to their key, an unsigned 64-bit int.
 
     As `jax.random.fold_in`, for any number of entries. Different purposes give different keys, up to a chance of
     2**-64: type and length of every entry are hashed too, so ("a", "bc"), ("ab", "c") and (1,), ("1",) do not collide.

@@ -23,17 +23,17 @@ class ProcessRank(NamedTuple):
 
 
 def process_rank() -> ProcessRank:
-    """Return the rank of this process; (0, 1, 0, 1) where no launcher started several.
+    """Return the rank of this process; rank 0 of 1 where no launcher started several processes.
 
     Raises:
         ConfigError: some of the variables are missing or contradict each other.
     """
     variables = {name: os.environ[name] for name in _NAMES if os.environ.get(name)}
     if variables.get("WORLD_SIZE", "1") == "1":
-        return ProcessRank(0, 1, 0, 1)
+        return ProcessRank(rank=0, size=1, local_rank=0, local_size=1)
 
     try:
-        rank = ProcessRank(*(int(variables[name]) for name in _NAMES))
+        rank = ProcessRank(*(int(variables[name]) for name in _NAMES))  # _NAMES has the order of the fields
         if 0 <= rank.rank < rank.size and 0 <= rank.local_rank < rank.local_size <= rank.size:
             return rank
     except (KeyError, ValueError):

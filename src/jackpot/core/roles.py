@@ -3,4 +3,4 @@
 from typing import Literal
 
 Role = Literal["policy", "rollout_model", "critic"]
-Writer = Literal["policy", "rollout_model"]  # those that can generate rollouts
+Writer = Literal["policy", "rollout_model"]  # the models that can generate rollouts

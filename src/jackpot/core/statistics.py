@@ -78,7 +78,7 @@ class Sample:
 def paired_differences(first: Mapping[Key, float], second: Mapping[Key, float]) -> Sample | None:
     """Subtract the values of `second` from those of `first`, key by key; None without a key in common.
 
-    What both values owe to their key, such as a lucky seed, cancels.
+    An effect that is equal on both values of a key, such as that of a lucky seed, cancels.
     """
     differences = tuple(value - second[key] for key, value in first.items() if key in second)
     return Sample(differences) if differences else None

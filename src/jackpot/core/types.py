@@ -41,7 +41,7 @@ class Prompt:
 
     @property
     def answers(self) -> str:
-        """Return all references as one text for people to read."""
+        """Return all reference answers as one text for people to read."""
         return " or ".join((self.answer, *self.other_answers))
 
 
@@ -79,7 +79,7 @@ class Rollout:
     rollout_log_probs: Tensor  # [T] float32, of each token after temperature, top-p and top-k; 0 if it was not sampled
     sampled_mask: Tensor  # [T] bool, True where the model sampled the token, False where a tool or template inserted it
     top_ids: Tensor  # [T, K] int64, most probable first
-    top_log_probs: Tensor  # [T, K] float32, -inf outside the support of a truncated distribution and if not sampled
+    top_log_probs: Tensor  # [T, K] float32, -inf for tokens that top-p or top-k leaves out, and if not sampled
     versions: Tensor  # [T, 2] int64, the Version of the weights that sampled each token
     sampled_by: Role | None = None  # the run's model that sampled the response; None outside of a run's batches
 
@@ -94,7 +94,7 @@ class Score:
 
     reward: float  # what training maximizes
     correct: bool | None = None  # whether the response is right; accuracies count this. None: the task has no verdict
-    reward_error: RewardError | None = None  # why scoring failed; the answer counts as wrong, a failed function as 0
+    reward_error: RewardError | None = None  # why scoring failed; the response counts as wrong, the failed reward as 0
     reward_retries: int = 0  # calls that were repeated because they failed
     error_text: str | None = field(default=None, compare=False)  # which reward failed, its error, and where in its file
 
@@ -122,16 +122,16 @@ class TrainingSample:
 
 
 class AttentionBlock(NamedTuple):
-    """The shape of a block of sequences of a packed row, whose attention is computed together.
+    """The shape of a block: several sequences of a packed row, whose attention is computed together.
 
-    Each sequence is a row of the block, padded to the longest. Its queries attend to its keys.
+    Each sequence is a row of the block, padded to the longest sequence. The queries of a row attend to its own keys.
     """
 
     rows: int  # number of sequences
     queries: int  # number of query tokens of each sequence, with padding
     keys: int  # number of key tokens of each sequence, with padding
-    is_square: bool  # queries and keys are the same tokens, so that plain causal attention serves
-    masks: int  # number of different masks: 1 where all rows have the same mask, else one for each row
+    is_square: bool  # whether queries and keys are the same tokens, so that plain causal attention serves
+    masks: int  # number of different attention masks: 1 where all rows have the same mask, else one for each row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class PackedRow:
     blocks: tuple[AttentionBlock, ...]
     block_queries: Tensor  # [sum of rows * queries] int64, indices of the blocks' queries; padding repeats the last one
     block_keys: Tensor  # [sum of rows * keys] int64, indices of the blocks' keys, padded alike
-    block_positions: Tensor  # [sum of masks * queries] int64, the last key of its row that each query attends to
+    block_positions: Tensor  # [sum of masks * queries] int64, column of the last key that each query attends to
     block_outputs: Tensor  # [S] int64, where each token stands in block_queries
     cu_queries: Tensor  # [sequences + 1] int32, cumulative lengths: where each sequence of queries ends in the row
     cu_keys: Tensor  # [sequences + 1] int32, cumulative lengths: where its keys end in sequence_keys
@@ -198,7 +198,7 @@ class TokenBatch:
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
     values: Tensor | None = None  # [B, T] float32, the critic's values before the first update; None: no critic
     returns: Tensor | None = None  # [B, T] float32, what the critic learns to predict
-    packed: PackedRow | None = None  # the same tokens for models that read them without padding; None: read as padded
+    packed: PackedRow | None = None  # the same tokens for models that read no padding; None: they read padded tensors
 
     def at_sampled(self, column: Tensor) -> Tensor:
         """Select the entries at the tokens that the model sampled, [B, T, ...] -> [N, ...]; keep the gradient."""
@@ -216,5 +216,5 @@ class DecodedResponse(NamedTuple):
     prompt: Prompt
     text: str  # the response without special tokens
     finished: bool  # False where the response was cut at the length limit or aborted
-    turns: tuple[str, ...] = ()  # the model's own text in each of its turns; a single one where nothing replies
-    last_turn_ended: bool = True  # False where the model's last turn itself was cut, and not only the reply left out
+    turns: tuple[str, ...] = ()  # the model's own text in each of its turns; a single one where no tool replies
+    last_turn_ended: bool = True  # False where the last turn was cut; True also where only the reply is missing

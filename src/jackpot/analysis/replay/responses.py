@@ -14,12 +14,15 @@ from jackpot.models.packing import pack
 BATCH_TOKENS = 8_192  # response tokens of one batch, padding included
 NEEDED = ("token_ids", "rollout_log_probs")  # columns without which no response can be replayed
 _LISTS = ("rollout_top_ids", "rollout_top_log_probs", "policy_top_ids", "policy_top_log_probs")
-_ROUNDING = 1e-2  # excess over 1 of the sum of a list's probabilities that rounding to half precision may cause
+_ROUNDING = 1e-2  # how far the probabilities of a list may sum to more than 1, by rounding to half precision
 _ADVICE = "Write what the softmax of the logits gives, or set sampled_mask to false there"
 
 
 class DamagedRecord(DataError):
-    """The error that a saved response's columns do not fit each other; the replay leaves the response out."""
+    """The error that a saved response has impossible values or columns that do not fit each other.
+
+    The replay leaves such a response out.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,7 @@ class SavedResponse:
     sampled_mask: Tensor  # [T] bool, False at tokens that no model sampled, such as a tool's
     advantages: Tensor | None  # [T]
     rollout_log_probs: Tensor  # [T] by the engine
-    # If a file has only one of the next two columns, it stands for both.
+    # If a file has only one of the next two columns, that one is used for both.
     old_log_probs: Tensor | None  # [T] by the policy when it received the batch
     log_probs: Tensor | None  # [T] by the policy when it is updated
     rollout_top_ids: Tensor | None  # [T, K] the engine's top-k list
@@ -49,7 +52,7 @@ class SavedResponse:
 
     @property
     def policy_log_probs(self) -> tuple[Tensor, Tensor]:
-        """Return the policy's log-probs, [T] each: when it received the batch, and when it is updated."""
+        """Return (`old_log_probs`, `log_probs`), the policy's log-probs before and at the update, [T] each."""
         assert self.old_log_probs is not None and self.log_probs is not None  # the replay leaves out other responses
         return self.old_log_probs, self.log_probs
 
@@ -74,7 +77,7 @@ def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedRespo
             name: _column(present[name], len(ids)) if name in present else None
             for name in ("old_log_probs", "log_probs", "advantages")
         }
-        lists = {name: _lists(record.get(name), name.endswith("ids")) for name in _LISTS}
+        lists = {name: _lists(record.get(name), are_ids=name.endswith("ids")) for name in _LISTS}
         mask = _flags(present["sampled_mask"]) if "sampled_mask" in present else torch.ones(len(ids), dtype=torch.bool)
         prompt_ids = _ids(present["prompt_ids"]) if "prompt_ids" in present else None
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -144,7 +147,8 @@ def _check_values(
 ) -> None:
     """Refuse impossible values at sampled tokens, such as NaN or log-probs above 0. Raises DamagedRecord.
 
-    A single infinite number would spoil every mean. Top-k lists may have -inf for tokens that cannot be sampled.
+    A single infinite number would make every mean over tokens infinite. Top-k lists may have -inf for tokens that
+    cannot be sampled.
     """
     for name, column in (*columns.items(), *lists.items()):
         if column is None or name.endswith("ids"):
@@ -174,9 +178,10 @@ def _above_0(values: Tensor) -> str:
 
 
 def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:
-    """Refuse top-k lists that name a token twice or hold more than all probability. Raises DamagedRecord.
+    """Refuse top-k lists that name a token twice, or whose probabilities sum to more than 1. Raises DamagedRecord.
 
-    No Z can be computed from such lists. Entries of probability 0 may pad a list that is longer than the vocabulary.
+    The acceptance Z of OBRS cannot be computed from such lists. Entries of probability 0 may pad a list that is longer
+    than the vocabulary.
     """
     for model in ("rollout", "policy"):
         ids, log_probs = lists[f"{model}_top_ids"], lists[f"{model}_top_log_probs"]
@@ -196,7 +201,10 @@ def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseBatch:
-    """A batch of saved responses, padded on the right: [B, T] float64 each unless noted, 0 where `mask` is False."""
+    """A batch of B saved responses, padded on the right to T tokens.
+
+    Tensors are [B, T] float64 unless noted, and 0 where `mask` is False.
+    """
 
     responses: tuple[SavedResponse, ...]
     mask: Tensor  # bool, True at tokens that the model sampled
@@ -207,7 +215,10 @@ class ResponseBatch:
 
 
 def response_batches(responses: Iterable[SavedResponse]) -> Iterator[list[SavedResponse]]:
-    """Yield responses in their order, in batches of at most `BATCH_TOKENS` tokens with padding, or of one response."""
+    """Yield batches of responses in their order, each of at most `BATCH_TOKENS` tokens with padding.
+
+    A response that alone has more tokens is a batch of its own.
+    """
     return pack(responses, BATCH_TOKENS, lambda response: (0, len(response.token_ids)))
 
 
@@ -216,7 +227,7 @@ def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
     mask = pad_sequence([response.sampled_mask for response in responses], batch_first=True)
 
     def pad(rows: Iterable[Tensor]) -> Tensor:
-        """Stack rows [T] of all responses to [B, T], with 0 where the mask is False."""
+        """Stack one column of all responses, [T] each, to [B, T], with 0 where the mask is False."""
         return torch.where(mask, pad_sequence(list(rows), batch_first=True), 0.0)
 
     def advantages(response: SavedResponse) -> Tensor:

@@ -11,8 +11,8 @@ from jackpot.analysis.replay.stats import ratio_quantile
 from jackpot.core.metrics import Histogram, Mean, Sums
 
 QUANTILES = (0.01, 0.5, 0.99)
-LEAST_GROWTH = 3.0  # least factor of growth, of the total variation from the first file to the last, that is reported
-NOTABLE_GAP = 0.02  # total variation in the last file up to which growth does not matter
+LEAST_GROWTH = 3.0  # growth is reported where the total variation of the last file is more than this times the first's
+NOTABLE_GAP = 0.02  # total variation of the last file up to which its growth is not reported
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +44,14 @@ class CorrectionResult:
     is_own: bool  # whether the run trains with this correction
     accepted: float  # share of tokens that are accepted
     capped: float  # share of tokens whose weight a cap lowered
-    clipped: float  # share of the gradient that the clip removes
+    clipped: float  # share of the gradient that PPO's clip removes, or the clip of another surrogate changes
     dropped_responses: float  # share of responses whose tokens are all rejected
     weight_mean: float
     weight_p1: float
     weight_p50: float
     weight_p99: float
     weight_max: float
-    effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2
+    effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2, with F the factor on a token's gradient
     sampled_tv_after_correction: float  # total variation after the correction, from sampled tokens
     states: int  # tokens whose whole distributions are known; the next six numbers are exact sums over these tokens
     exact_effective: float | None = None  # `exact_numbers` defines these six numbers
@@ -60,7 +60,7 @@ class CorrectionResult:
     variance: float | None = None
     drift: float | None = None
     state_spread: float | None = None
-    rejected_by_band: dict[str, float]  # share of rejected tokens, by position and by entropy
+    rejected_by_band: dict[str, float]  # share of rejected tokens in each band of position or entropy, by its name
 
     @property
     def fingerprint(self) -> tuple[float | None, ...]:
@@ -83,7 +83,8 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
 
     # Quantiles are rounded: a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
     p1, p50, p99 = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
-    bands = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
+    # The names of these sums are those of bands after `rejected`, as `correction_sums` writes them.
+    rejected = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
 
     return CorrectionResult(
         label=replayed.setting.label,
@@ -97,18 +98,19 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         weight_p50=p50,
         weight_p99=p99,
         weight_max=float(sums["weight_max"].value),
+        # The sums of F and F^2 over n tokens: (E F)^2 / E F^2 = (sum F)^2 / (n sum F^2).
         effective=float(factor.total.square() / (Mean.named(sums, "square").total * factor.count)),
         sampled_tv_after_correction=replayed.sampled_tv_after_correction,
         states=known_states(sums),
         **exact_numbers(sums),
-        rejected_by_band={name: float(mean.value) for name, mean in bands.items() if mean.count > 0},
+        rejected_by_band={name: float(mean.value) for name, mean in rejected.items() if mean.count > 0},
     )
 
 
 def result_numbers(result: ReplayResult) -> dict[str, Any]:
     """Return all numbers of a replay as plain values for JSON; some may be NaN or infinite."""
     run = result.run
-    entries = {name: float(entry.value) for name, entry in run.items() if not isinstance(entry, Histogram)}
+    numbers = {name: float(metric.value) for name, metric in run.items() if not isinstance(metric, Histogram)}
     quantiles = {f"ratio_p{share * 100:g}": ratio_quantile(run, "mismatch/log_ratio", share) for share in QUANTILES}
 
     return {
@@ -120,14 +122,14 @@ def result_numbers(result: ReplayResult) -> dict[str, Any]:
         "ends": dict(result.ends),
         "problems": list(result.problems),
         "left_out": list(result.left_out),
-        "run": entries | quantiles | {"tokens": int(Mean.named(run, "total_variation").count)},
+        "run": numbers | quantiles | {"tokens": int(Mean.named(run, "total_variation").count)},
         "corrections": [asdict(correction_result(correction)) for correction in result.corrections],
         "answer": result.answer.numbers(),
     }
 
 
 def dump_findings(result: ReplayResult) -> dict[str, str]:
-    """Return what is wrong with saved rollouts whatever the correction, as sentences by label; empty if nothing is."""
+    """Return faults of saved rollouts that no correction mends, as sentences by label; empty if there are none."""
     lines = result.answer.lines
     findings = {"Precision": lines["Precision"]} if "Precision" in lines else {}
     if result.answer.verdict == "cannot tell":
@@ -137,6 +139,7 @@ def dump_findings(result: ReplayResult) -> dict[str, str]:
             "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
         )
 
+    # Names and total variations of the first and of the last file.
     (first, before), (last, after) = result.ends[0], result.ends[-1]
     if after > max(NOTABLE_GAP, LEAST_GROWTH * before):
         grown = f"from {before:.2%} in {first} to {after:.2%} in {last}"

@@ -58,23 +58,24 @@ def score_again(path: Path) -> list[RewardAgain]:
             for row, score in zip(rows, task.scores(responses), strict=True):
                 reward = score.reward
                 if overlong:
-                    limit = (config.sampling.max_new_tokens, overlong.len, overlong.penalty_factor)
-                    reward += overlong_penalty(len(row["token_ids"]), *limit)
-                rewards.append(RewardAgain(row["uid"], row["reward"], reward))
+                    length, limit = len(row["token_ids"]), config.sampling.max_new_tokens
+                    reward += overlong_penalty(length, limit, overlong.len, overlong.penalty_factor)
+                rewards.append(RewardAgain(uid=row["uid"], saved=row["reward"], now=reward))
     return rewards
 
 
 def _response(
     row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, turn_end_token_ids: Sequence[int]
 ) -> DecodedResponse:
-    """Rebuild the response that a task scores from a row of saved rollouts."""
-    answer, *other_answers = row["answer"].split(" or ")
+    """Rebuild, from a row of saved rollouts, the response as text that a task scores."""
+    answer, *other_answers = row["answer"].split(" or ")  # `Prompt.answers` has joined them
     prompt = Prompt(
-        uid=row["uid"].rpartition("#")[0],
+        uid=row["uid"].rpartition("#")[0],  # a response's uid ends in # and its number in the group
         text=row["prompt"],
         answer=answer,
         other_answers=tuple(other_answers),
         token_ids=tuple(row["prompt_ids"]),
     )
     ids, mask = torch.tensor(row["token_ids"]), torch.tensor(row["sampled_mask"])
-    return decoded_response(tokenizer, prompt, ids, mask, row["finish"] == "stop", turn_end_token_ids)
+    finished = row["finish"] == "stop"
+    return decoded_response(tokenizer, prompt, ids, mask, finished, turn_end_token_ids)

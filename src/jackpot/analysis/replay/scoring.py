@@ -42,8 +42,9 @@ class PolicyScorer:
         Raises:
             DataError: a response without a prompt, or with token ids that the model does not have.
         """
-        rows = [(self._prompt(response), response) for response in responses]
-        batches = pack(rows, BATCH_TOKENS, lambda row: (len(row[0]), len(row[1].token_ids)))
+        pairs = [(self._prompt(response), response) for response in responses]
+        # A pair's numbers of prompt and response tokens decide which pairs share a forward pass.
+        batches = pack(pairs, BATCH_TOKENS, lambda pair: (len(pair[0]), len(pair[1].token_ids)))
         return [scored for batch in batches for scored in self._score(batch)]
 
     def _prompt(self, response: SavedResponse) -> list[int]:
@@ -64,14 +65,14 @@ class PolicyScorer:
         return response.prompt_ids.tolist()
 
     @torch.no_grad()
-    def _score(self, rows: Sequence[tuple[list[int], SavedResponse]]) -> list[SavedResponse]:
-        """Score the responses of one forward pass, each behind its prompt."""
-        prompts = [prompt for prompt, _ in rows]
-        tokens = [response.token_ids.tolist() for _, response in rows]
+    def _score(self, pairs: Sequence[tuple[list[int], SavedResponse]]) -> list[SavedResponse]:
+        """Score responses in one forward pass; each is given as a pair of its prompt's token ids and itself."""
+        prompts = [prompt for prompt, _ in pairs]
+        tokens = [response.token_ids.tolist() for _, response in pairs]
         hidden, _, mask = forward_responses(self._model, prompts, tokens)
 
         # The ids to score at each token, [tokens, 1 + K], where shorter lists are padded to the longest list.
-        lists = [_ids_to_score(response) for _, response in rows]
+        lists = [_ids_to_score(response) for _, response in pairs]
         width = max(ids.shape[1] for ids in lists)
         padded = [pad(ids, (0, width - ids.shape[1])) for ids in lists]
         ids = pad_sequence(padded, batch_first=True).to(mask.device)[mask]
@@ -79,7 +80,7 @@ class PolicyScorer:
         chunks = exact_log_probs(self._model, self.temperature, hidden[mask], ids)
         log_probs = torch.cat([log_probs.gather(1, chunk_ids) for log_probs, chunk_ids in chunks]).cpu()
         by_response = log_probs.split([len(response_tokens) for response_tokens in tokens])
-        return [_with_scores(response, scores) for (_, response), scores in zip(rows, by_response, strict=True)]
+        return [_with_scores(response, scores) for (_, response), scores in zip(pairs, by_response, strict=True)]
 
 
 def _with_scores(response: SavedResponse, log_probs: Tensor) -> SavedResponse:

@@ -13,7 +13,7 @@ from jackpot.training.objectives import policy_objective
 CLIP = 0.2  # PPO's clip for a run that sets none, and for another library's dump
 # Corrections whose factor on a token depends on other tokens of its response.
 WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_tis")
-# Surrogates whose factor depends on other tokens too, once the policy was updated after it had received the batch.
+# Surrogates with one ratio for a whole response: as soon as it is not 1, a token's factor depends on other tokens.
 WHOLE_SURROGATE = ("gspo", "gmpo")
 OBRS_PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
 _VARIANTS = {  # settings that are replayed in addition to the defaults
@@ -53,7 +53,7 @@ class CorrectionSetting:
 
     @property
     def aligns_to_new(self) -> bool:
-        """Tell whether PPO's ratio is taken from the policy that is updated, so that the ratio is 1."""
+        """Tell whether PPO's ratio compares the updated policy with itself, so that the ratio is 1."""
         return self.objective.proximal == "new"
 
 
@@ -72,30 +72,33 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
             raise ConfigError(unknown_name("correction", name, CORRECTIONS))
 
     settings = [
-        _setting(name, changes, config, False)
+        _setting(name, changes, config, is_own=False)
         for name in CORRECTIONS
         for changes in ({}, *_VARIANTS.get(name, ()), *_VARIANTS_TO_NEW.get(name, ()))
     ]
 
     if config:  # the run's correction, without the settings that only say how Z is estimated
         changes = config.objective.correction.model_dump(exclude_unset=True, exclude={"name", "normalizer", "budget"})
-        settings.append(_setting(config.objective.correction.name, changes, config, True))
+        settings.append(_setting(config.objective.correction.name, changes, config, is_own=True))
 
     by_label = {setting.label: setting for setting in settings}  # the run's correction replaces an equal default
     return [setting for setting in by_label.values() if not names or setting.name in names]
 
 
 def _setting(name: str, changes: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
-    """Build a correction with some settings changed, beside the run's surrogate and clips, or PPO's without a run."""
+    """Build the setting of a correction from the changes of its defaults and the run's surrogate and clips.
+
+    Without a run, surrogate and clips are those of PPO.
+    """
     base = config.objective if config else ObjectiveConfig()
     surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl multiplies no advantage by a factor
-    default = CLIP if surrogate == "ppo" else None
+    default_clip = CLIP if surrogate == "ppo" else None
     objective = ObjectiveConfig.model_validate(
         {
             "correction": {"name": name, **changes},
             "surrogate": surrogate,
-            "clip_low": default if base.clip_low is None else base.clip_low,
-            "clip_high": default if base.clip_high is None else base.clip_high,
+            "clip_low": default_clip if base.clip_low is None else base.clip_low,
+            "clip_high": default_clip if base.clip_high is None else base.clip_high,
         }
     )
 
@@ -115,7 +118,9 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
 
 
 def _label(name: str, changes: dict[str, object], policies: list[str]) -> str:
-    """Return a correction's name with the settings that differ from the defaults; `new` stands for target and proximal.
+    """Return a correction's name with the settings that differ from the defaults, such as `obrs new c1=10`.
+
+    The single word `new` stands for `target=new proximal=new`, or for one of them where the correction lacks the other.
 
     Args:
         name: name of the correction.

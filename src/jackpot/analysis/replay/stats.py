@@ -43,9 +43,10 @@ class EndGaps:
         for response in responses:
             _, new = response.policy_log_probs
             gap = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
-            if self._ends and self._ends[-1][0] == response.where:
-                self._ends[-1] = (response.where, self._ends[-1][1] + gap)
-            else:
+            last_file, last_mean = self._ends[-1] if self._ends else (None, gap)
+            if last_file == response.where:
+                self._ends[-1] = (response.where, last_mean + gap)
+            else:  # the response is the first of its file: keep the first file of all, and this one
                 self._ends = [*self._ends[:1], (response.where, gap)]
 
     @property
@@ -57,24 +58,25 @@ class EndGaps:
 class SampledColumns(NamedTuple):
     """Numbers of one correction at the sampled tokens, [B, T] each, from which the advice rule judges the correction.
 
-    F is the correction's factor on a token's gradient, F_s the mean of F in a state. The total variation that remains
-    in a state is E |F - F_s rho| / (2 F_s) (`gradient`), but one token does not show F_s. The estimate of F_s is h m: h
-    is the F_s of the state without caps, and m is the share that caps leave over all tokens, as if equal in all states.
+    F is the correction's factor on a token's gradient. A state is the text before a token, and F_s is the mean of F
+    over all tokens that may follow. The total variation that remains in a state is E |F - F_s rho| / (2 F_s). One
+    sampled token does not show F_s, so F_s is estimated as h m: h (`GradientFactors.scale`) would be F_s if nothing
+    were capped, and m is the share of F that the caps leave over all tokens, taken to be equal in all states.
     """
 
     factor: Tensor  # E F, the mean of F over the random mask of accepted tokens
     square: Tensor  # E F^2, over the same mask
     wrong: Tensor  # F_s times the total variation that the correction leaves
-    trained: Tensor  # F, averaged over both signs of the advantage
+    trained: Tensor  # E F, averaged over both signs of the advantage: what one token says of F_s
 
     @classmethod
     def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
         """Estimate all columns from the correction's factors and rho = p_new / p_inf at the sampled tokens, [B, T]."""
         uncapped = factors.scale * ratio  # F without caps
         total = uncapped[mask].sum()
-        left_by_caps = torch.where(total > 0, factors.either[mask].sum() / total, 1.0)
+        left_by_caps = torch.where(total > 0, factors.either[mask].sum() / total, 1.0)  # m
         wrong = (factors.either - uncapped * left_by_caps).abs() / 2.0
-        return cls(factors.mean, factors.square, wrong, factors.either)
+        return cls(factor=factors.mean, square=factors.square, wrong=wrong, trained=factors.either)
 
     def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
         """Return the columns with exact sums in place of estimates at the tokens whose distributions are known.
@@ -83,20 +85,23 @@ class SampledColumns(NamedTuple):
             values: exact sums in N states.
             at: [B, T] bool, True at the N tokens.
         """
-        exact = (values.of_state, values.second.sum(-1), values.variation, values.of_state)
+        exact = SampledColumns(
+            factor=values.of_state, square=values.second.sum(-1), wrong=values.variation, trained=values.of_state
+        )
         return SampledColumns(*(column.masked_scatter(at, sums) for column, sums in zip(self, exact, strict=True)))
 
 
 def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overlap: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the tokens of each response what the advice rule reads, one number for each of COLUMNS: [B, 7].
+    """Sum the numbers that the advice rule reads over the tokens of each response: [B, 7], in the order of COLUMNS.
 
     Args:
-        columns: columns at the sampled tokens, [B, T] each.
+        columns: the correction's numbers at the sampled tokens, [B, T] each.
         scale: [B, T] h, the weight of a state if nothing were capped.
-        prefixes: [B, T] R_t, the product of rho over all tokens of the response before token t.
+        prefixes: [B, T] R, the product of rho before a token: how many times as often the policy reaches it.
         overlap: [B, T] acceptance of the sampled token at lam = 1, or Z at tokens with a known Z.
         mask: [B, T] bool, True at sampled tokens.
     """
+    # The part of a state's weight, relative to the mean weight, that exceeds how often the policy visits the state.
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
     all_columns = (torch.ones_like(overlap), *columns, elsewhere, overlap)  # in the order of COLUMNS
     return torch.stack([torch.where(mask, column, 0.0).sum(-1) for column in all_columns], dim=-1)
@@ -145,6 +150,8 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
     accepted = acceptance(batch.rollout, batch.new, 1.0)
 
+    # Of the three total variations, the first is that between rollout model and updated policy, the second that between
+    # rollout model and old policy, and the third that between the two policies.
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),
@@ -184,6 +191,7 @@ def bands_of(batch: ResponseBatch, states: StateDistributions | None) -> dict[st
 
     if states is not None:
         entropy = torch.full(batch.mask.shape, -1.0, dtype=torch.float64)  # -1 is in no band
-        entropy[states.at] = -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)  # unlisted tokens count as one
+        # All tokens outside the top-k lists count as a single token. The clamp undoes rounding below 0.
+        entropy[states.at] = -(states.new.exp() * states.new).sum(-1).clamp(max=0.0)
         bands |= {f"entropy {name}": band for name, band in band_masks(entropy, ENTROPIES).items()}
     return bands

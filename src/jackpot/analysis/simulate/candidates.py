@@ -61,10 +61,10 @@ class Candidate:
     kl_rollout_policy: float  # KL(rollout model || policy), nats a token
     kl_after: float  # KL(policy || accepted tokens) at lam = 1
     acceptance: float  # mean acceptance Z of OBRS at lam = 1
-    acceptance_spread: float  # standard deviation of Z over states: where it is 0, OBRS is TIS with smaller steps
+    acceptance_spread: float  # standard deviation of Z over states; if 0, OBRS weights as TIS up to a common factor
     low_acceptance: float  # share of states with Z below 0.5
     tis_cut: float  # share of the policy's probability that TIS's cap takes away
-    obrs_cut: float  # share of Z that the cap of OBRS takes away
+    obrs_cut: float  # share of the expected weight of OBRS, Z without a cap, that its cap takes away
     tis_ess: float  # effective share of tokens under the weights of TIS
     obrs_ess: float  # effective share of tokens under OBRS with a sampled mask
     expected_ess: float  # effective share of tokens under OBRS with an expected mask
@@ -177,8 +177,9 @@ class PairBench:
 
     def _engine(self, path: str) -> Engine:
         """Start a transformers engine with the model at a path."""
-        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)  # a vLLM server holds a single model
-        return make_engine(settings, path, self._device, Version(0, 0), None, self._rows)
+        # The engine of the recipe may be a vLLM server, which holds a single model.
+        settings = TransformersEngineConfig(dtype=self._config.engine.dtype)
+        return make_engine(settings, path, self._device, Version(policy=0, rollout_model=0), rows=self._rows)
 
 
 def simulate_candidates(
@@ -241,7 +242,7 @@ def saved_responses(
         columns: chunks of `saved_columns` that together cover all sampled tokens, in their order.
         where: name of the rollouts' source, for messages.
     """
-    # The columns of each response, by name: every column over all tokens is cut by the responses' numbers of tokens.
+    # Cut every column over all tokens into one piece for each response, and collect each response's pieces by name.
     counts = [int(rollout.sampled_mask.sum()) for rollout in rollouts]
     by_name = {name: torch.cat([chunk[name] for chunk in columns]).split(counts) for name in columns[0]}
     of_each = [dict(zip(by_name, tensors, strict=True)) for tensors in zip(*by_name.values(), strict=True)]
@@ -258,7 +259,7 @@ def saved_responses(
             index,
         )
         for index, (rollout, saved) in enumerate(zip(rollouts, of_each, strict=True))
-        if counts[index]
+        if counts[index]  # a response without a sampled token is left out
     ]
 
 
@@ -279,11 +280,12 @@ def pair_states(
         sampled = pad_sequence([rollout.sampled_mask for rollout in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
 
+        # Chunks of both models' log-probs at the sampled tokens; the rollout model's come with the chunks of `ids`.
         ids = by_policy.token_ids[sampled][:, None]
         rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
-        for (log_p, token_ids), (log_q,) in zip(rollout, target, strict=True):
-            yield StatePairs(rollout=log_p.cpu(), target=log_q.cpu(), token_ids=token_ids.cpu())
+        for (log_p_rollout, token_ids), (log_p_policy,) in zip(rollout, target, strict=True):
+            yield StatePairs(rollout=log_p_rollout.cpu(), target=log_p_policy.cpu(), token_ids=token_ids.cpu())
 
 
 def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
@@ -294,7 +296,7 @@ def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 def _state_means(numbers: StateNumbers) -> dict[str, Any]:
     """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]
-    # Means over states of t, t^2, e, a w^2, e^2 and t e, which `weight_moments` defines.
+    # Means over states of the six moments of `weight_moments`: of TIS t and t^2, of OBRS e, a w^2 and e^2, then t e.
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
     return {

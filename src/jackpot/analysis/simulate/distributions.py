@@ -39,7 +39,7 @@ class StatePairs:
         return len(self.rollout)
 
     def pick(self, rows: Tensor) -> "StatePairs":
-        """Return some of the states, by their indices or by a mask [N]."""
+        """Return the states with the indices `rows`, or where the mask `rows`, [N], is True."""
         return StatePairs(rollout=self.rollout[rows], target=self.target[rows], token_ids=self.token_ids[rows])
 
     @property
@@ -96,11 +96,11 @@ def _measure_chunk(states: StatePairs) -> StateNumbers:
 
 
 def weight_moments(states: StatePairs) -> Tensor:
-    """Return six means over tokens drawn from p_inf, [N, 6], that decide between TIS and OBRS, both with the cap CAP.
+    """Return six means of token weights at each state, [N, 6], by which TIS and OBRS with the cap CAP are compared.
 
-    TIS weights a token by t = min(rho, CAP). OBRS at lam = 1 accepts it with probability a = min(1, rho) and weights it
-    by w = min(Z rho / a, CAP), so that it counts e = a w in expectation; without caps e = Z t. The means are those of
-    t, t^2, e, a w^2, e^2 and t e, in this order.
+    A token is drawn from p_inf. TIS weights it by t = min(rho, CAP). OBRS at lam = 1 accepts it with probability
+    a = min(1, rho) and weights it by w = min(Z rho / a, CAP), so that it counts e = a w in expectation; without caps
+    e = Z t. The means are those of t, t^2, e, a w^2, e^2 and t e, in this order.
     """
     rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()
     tis, accepted = rho.clamp(max=CAP), rho.clamp(max=1.0)

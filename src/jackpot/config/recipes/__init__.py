@@ -29,7 +29,7 @@ def load_recipe(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
     """
-    (_, recipe), *bases = _chain(name)
+    (_, recipe), *bases = _chain(name)  # pairs of a file's path and its content
     for _, base in bases:
         recipe = merge({key: value for key, value in base.items() if key not in ("arms", "published")}, recipe)
     return {key: value for key, value in recipe.items() if key != "base"}
@@ -41,7 +41,7 @@ def recipe_files(name: str) -> list[Path]:
 
 
 def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
-    """Return (path, content) of the file of a recipe, then of each base, the base of the file before."""
+    """Return (path, content) of a recipe's file, then of the file of its base, of the base of that, and so on."""
     names, chain = [name], [_read(name)]
     while base := chain[-1][1].get("base"):
         if base in names:
@@ -93,6 +93,7 @@ def recipe_notes(name: str, recipe: Mapping[str, Any]) -> RecipeNotes:
     arms = recipe.get("arms") or {}
 
     for row in _published_rows(notes):
+        # A row that can be run needs its arm; one that cannot be run must have no arm.
         if (row.arm in arms) == bool(row.not_runnable):
             has = "has" if row.arm in arms else "has not"
             raise ConfigError(

@@ -16,7 +16,7 @@ class RecipeListing:
     gpus: GpusConfig | None
     files: tuple[Path, ...]  # the recipe's own file, then those of its bases
     arms: tuple[str, ...]  # names
-    published: tuple[PublishedTable, ...]  # tables of papers that the arms repeat
+    published: tuple[PublishedTable, ...]  # tables of papers whose rows the arms repeat
 
 
 def list_recipe(name: str) -> RecipeListing:
