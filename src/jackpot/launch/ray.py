@@ -99,10 +99,10 @@ class EngineActor:
     def __init__(self, folder: str, make: MakeEngines) -> None:
         _enter(folder)
         self._make = make
-        self._setup = b""
+        self._setup = b""  # what the engines were made from; empty before `begin`
         self._engines: Mapping[str, Engine] = {}
-        self._host: EngineHost | None = None
-        self._refusal: Tensor | None = None
+        self._host: EngineHost | None = None  # answers the messages of the pool
+        self._refusal: Tensor | None = None  # answers them in its place, where the engines refuse the setup
         self._thread = ThreadPoolExecutor(1)  # one thread makes all calls of engines
         self._signs = 0  # signs of life that the host has given
 
@@ -195,7 +195,7 @@ class RayLink(Link):
         if self._hangs:
             _ray().kill(self._actor, no_restart=False)
             self._hangs = False
-        # An actor that does not hang ends with the driver.
+        # An actor that does not hang is left running: it ends with the driver, which owns it.
 
     def _weights(self, message: Tensor) -> Any:
         """Return a reference of Ray to the file of weights that a message names, if it names one.
@@ -325,7 +325,7 @@ def _cluster(config: Config) -> Iterator[Any]:
             f"(docs/distributed.md), or unset {_ADDRESS} to start Ray on this machine alone"
         )
 
-    if not address:
+    if not address:  # settings of the Ray that starts below, which its processes inherit
         os.environ[_LOOPBACK] = "0"
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -16,7 +16,7 @@ class ForwardCost:
     per_pair: int  # FLOPs of one query with one key, over all layers and heads
 
     def sequence(self, tokens: int) -> int:
-        """Return the FLOPs of a causal sequence, in one pass or token by token with a cache."""
+        """Return the FLOPs of a causal sequence: the same in one pass as token by token with a cache."""
         return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) // 2)
 
 
@@ -38,9 +38,9 @@ def forward_cost(model: PreTrainedModel) -> ForwardCost:
 
 
 def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
-    """Count the weights that a token meets in a module's own matrices; experts are one tensor [E, rows, columns].
+    """Count the weights in a module's own matrices that multiply a token; experts are one tensor [E, rows, columns].
 
-    An embedding is looked up and costs nothing; a weight that it shares with the output layer is counted there.
+    An embedding is looked up and costs nothing; a weight that it shares with the output layer counts in that layer.
     """
     if isinstance(module, nn.Embedding):
         return 0

@@ -65,7 +65,9 @@ def draw_tokens(
     """
     size = max(1, _CHUNK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     scores = _scores(logits, temperature, top_k, top_p)
-    draws = [_draw(*rows, num_top_log_probs) for rows in zip(scores.split(size), uniforms.split(size), strict=True)]
+    chunks = zip(scores.split(size), uniforms.split(size), strict=True)
+    draws = [_draw(some_scores, some_uniforms, num_top_log_probs) for some_scores, some_uniforms in chunks]
+    # Join the chunks' draws, field by field.
     return Draw(*map(torch.cat, zip(*draws, strict=True))) if len(draws) > 1 else draws[0]
 
 
@@ -94,7 +96,7 @@ def log_probs_at(logits: Tensor, ids: Tensor, *, temperature: float, top_k: int,
 
 
 def _scores(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Return log-probs up to a constant of each row, [N, V] float32."""
+    """Return scores of the tokens, [N, V] float32: their log-probs, plus a constant in each row."""
     if top_k > 0 or top_p < 1.0:
         return sampling_log_probs(logits, temperature, top_k, top_p)
     return logits if temperature == 1.0 else logits / temperature
