@@ -122,7 +122,7 @@ def make_components(
     with ExitStack() as undo:
         task = run_task(config, paths, tokenizer)
         undo.callback(task.close)
-        reward_fn = task.reward_fn if isinstance(task, Math) else None
+        reward_fn = task.reward_fn if isinstance(task, Math) else None  # benchmarks are graded as the task is
         benchmarks = make_sets(config.evaluation.benchmark_names, tokenizer, sets_of(config.task), reward_fn)
         for benchmark in benchmarks.values():
             undo.callback(benchmark.close)
@@ -237,8 +237,8 @@ def computed_differently(config: Config) -> list[list[str]]:
         return []
 
     model = load_meta_model((config.rollout_model or config.policy).path)
-    of_layers = layer_formats(model, of_training)
-    differing = [layer_differences(layer_formats(model, formats), of_layers) for formats in of_engines]
+    in_training = layer_formats(model, of_training)
+    differing = [layer_differences(layer_formats(model, formats), in_training) for formats in of_engines]
     return [list(layer) for layer in dict.fromkeys(chain.from_iterable(differing))]
 
 

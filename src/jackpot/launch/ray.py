@@ -43,7 +43,7 @@ from jackpot.training.interrupt import StopSignal
 
 _log = logging.getLogger(__name__)
 _ADDRESS, _MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as it does on those systems
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as on Windows and macOS
 _POLL = 0.5  # seconds between two looks at metrics.jsonl and at signals
 # A function that makes the engines of a host, by the key of their settings, from the setup that the pool sends.
 MakeEngines = Callable[[dict[str, Any]], Mapping[str, Engine]]
@@ -187,7 +187,7 @@ class RayLink(Link):
             answers = ask.remote(message.numpy(), self._weights(message))
             while True:
                 async with asyncio.timeout(self.silence):
-                    answer = await (await anext(answers))
+                    answer = await (await anext(answers))  # a reference of Ray, then its array; empty: a sign of life
                     if len(answer):
                         return _tensor(answer)
 
@@ -373,7 +373,8 @@ def _has_gpus(ray: Any, config: Config) -> bool:
 
 
 def bundles(config: Config) -> list[int]:
-    """Return the index of the bundle of every rank, then of every engine. A bundle has one GPU, if there are GPUs.
+    """Return for every rank, then every engine, the index of its bundle in Ray's placement group. A bundle has one GPU,
+    if there are GPUs.
 
     Engines that share GPUs are in the bundles of the ranks, in turn; all others are in bundles of their own.
     """
@@ -441,7 +442,7 @@ class _RankGroup:
                     self._terminate(spots[0])  # only rank 0 acts on signals
                     has_signal = True
 
-                for call in sorted(ended, key=calls.__getitem__):
+                for call in sorted(ended, key=calls.__getitem__):  # by rank
                     rank = calls.pop(call)
                     outcome, result = ray.get(call)
                     if rank == 0 or outcome != "done":

@@ -91,8 +91,8 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
 
 
 def _events_of_computing(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield the events that record how this machine computes: kernels, products of quantized numbers, and layers that
-    engines compute in other number formats than training."""
+    """Yield the events that record how this machine computes: the kernel of output layers, the function that multiplies
+    quantized matrices, and layers that engines compute in other number formats than training."""
     if (kernel := head_options(config).reader.name) != "eager":
         yield {"event": "head_kernel", "kernel": kernel}
     if config.trained_quantization:

@@ -217,7 +217,7 @@ def _passes_options_on(layer_class: type[nn.Module]) -> bool:
     return "past_key_values" not in parameters or bool(options & names_in_code)
 
 
-_ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass
+_ROPES_BY_LENGTH = {"dynamic", "longrope"}  # rotary angles that depend on the longest sequence of a forward pass
 
 
 def can_share_prompts(model: PreTrainedModel) -> bool:

@@ -179,6 +179,7 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
     if received is None:
         return
 
+    # For each tensor, its shares in the messages of all ranks, in the order of the ranks.
     for (name, tensor), *shares in zip(
         bucket, *(rank_message.split(lengths) for rank_message in received), strict=True
     ):

@@ -251,7 +251,7 @@ def _leaf(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a parameter's name without an adapter: peft moves a layer that gets one to `base_layer` below its name."""
+    """Return a parameter's name without an adapter; where a layer has one, peft puts `base_layer` into the name."""
     return name.replace(".base_layer.", ".")
 
 

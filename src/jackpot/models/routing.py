@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ARGUMENTS = ("top_k_index", "router_indices")  # transformers' names of the second argument of a layer's experts
+_ARGUMENTS = ("top_k_index", "router_indices")  # transformers' names of the argument with each token's experts
 
 
 def expert_layers(model: nn.Module) -> list[nn.Module]:
@@ -26,7 +26,7 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
     records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}  # a tensor of each pass
 
     def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Record the experts that a layer is called with, its second argument by place or by name."""
+        """Record the experts that a layer is called with: its second argument, or one with a name of `_ARGUMENTS`."""
         experts = next((kwargs[name] for name in _ARGUMENTS if name in kwargs), None)
         records[layer].append((args[1] if experts is None else experts).sort(dim=-1).values)
 

@@ -44,8 +44,8 @@ class Draw(NamedTuple):
     """A drawn token of each row and the row's most probable tokens, on the device of the logits."""
 
     tokens: Tensor  # [N] int64
-    log_probs: Tensor  # [N] float32
-    top_ids: Tensor  # [N, K] int64
+    log_probs: Tensor  # [N] float32, of `tokens`
+    top_ids: Tensor  # [N, K] int64, the most probable token first
     top_log_probs: Tensor  # [N, K] float32, in descending order
 
 

@@ -45,7 +45,7 @@ def forward_responses(
 
 
 def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ResponseForward:
-    """Run the model over rollouts, including the tokens of tools."""
+    """Run the model over the prompts and responses of rollouts, including tokens that tools wrote."""
     prompts = [rollout.prompt.token_ids for rollout in rollouts]
     return forward_responses(model, prompts, [rollout.token_ids.tolist() for rollout in rollouts])
 

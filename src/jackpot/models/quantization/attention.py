@@ -90,6 +90,7 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
 
+    # Attention reads what is cached if its keys and values lie in the memory of the cache.
     states = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     cached = {tensor.untyped_storage().data_ptr() for tensor in states if tensor is not None}
     return {tensor.untyped_storage().data_ptr() for tensor in attended} <= cached

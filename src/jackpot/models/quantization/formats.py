@@ -36,7 +36,7 @@ class SideFormats:
 
 
 class LayerDifference(NamedTuple):
-    """Layers that two sides compute with different number formats."""
+    """Layers that two sides, such as an engine and training, compute with different number formats."""
 
     layers: str  # a name with * in place of the layers' numbers, and how many layers there are
     first: str  # the number format of the first side

@@ -43,8 +43,8 @@ class Grid:
 class Quantized(NamedTuple):
     """A quantized matrix."""
 
-    codes: Tensor  # [R, C] of grid.codes
-    scales: Tensor  # [ceil(R / rows), ceil(C / columns)] float32, the factors of the codes
+    codes: Tensor  # [R, C], of the dtype grid.codes
+    scales: Tensor  # [ceil(R / grid.rows), ceil(C / grid.columns)] float32, the factor of each block's codes
     grid: Grid
 
 
@@ -88,6 +88,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
 
     Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
     """
+    # Numbers of both signs in 3 x 5 blocks; the largest of a row grows from 1/4 to 4.
     sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
     matrix = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
 
@@ -112,7 +113,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def transposed(quantized: Quantized) -> Quantized:
-    """Return the transpose of a quantized matrix: the same codes in blocks of exchanged sides."""
+    """Return the transpose of a quantized matrix: the same codes and scales, with rows and columns exchanged."""
     codes, scales, grid = quantized
     return Quantized(codes.T.contiguous(), scales.T.contiguous(), replace(grid, rows=grid.columns, columns=grid.rows))
 
