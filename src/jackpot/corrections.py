@@ -102,6 +102,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
         raise ConfigError(unknown_name("correction", correction, CORRECTIONS))
 
     settings_class = CORRECTION_SETTINGS[correction]
+    # Settings that only a recipe may have: here the caller decides them by an input.
     for key in IN_THE_INPUTS.keys() & settings.keys() & settings_class.model_fields.keys():
         raise ConfigError(
             f"correction {correction}: {key} {settings[key]!r} was given, but a correction does not read it; put what "

@@ -33,6 +33,7 @@ def forward_cost(model: PreTrainedModel) -> ForwardCost:
     config = model.config.get_text_config()
     return ForwardCost(
         per_token=2 * sum(_weights_met(module, config) for module in model.modules()),
+        # Two operations for each channel of the query, and two for each of the value, which has as many.
         per_pair=4 * config.num_hidden_layers * config.num_attention_heads * _head_dim(config),
     )
 

@@ -146,7 +146,7 @@ def gather(
     Args:
         rank_of: chooses the rank that gets a tensor, by the tensor's name and bytes; the first rank by default.
     """
-    buckets: dict[int, list[tuple[str, Tensor]]] = {}
+    buckets: dict[int, list[tuple[str, Tensor]]] = {}  # by rank, the tensors that wait for their message
     for name, tensor in tensors:
         if not is_sharded(tensor):
             yield name, tensor

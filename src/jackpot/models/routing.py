@@ -32,7 +32,7 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
 
     def take() -> Tensor | None:
         """Return the record and empty it."""
-        experts = [torch.cat(record).flatten(0, -2) for record in records.values()]
+        experts = [torch.cat(record).flatten(0, -2) for record in records.values()]  # [tokens, experts of a token] each
         for record in records.values():
             record.clear()
         return torch.stack(experts, dim=1) if experts else None

@@ -63,6 +63,7 @@ def draw_tokens(
         uniforms: [N] float64 in [0, 1).
         num_top_log_probs: K.
     """
+    # Rows that are drawn at a time: a few on a CPU, all on a GPU.
     size = max(1, _CHUNK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     scores = _scores(logits, temperature, top_k, top_p)
     chunks = zip(scores.split(size), uniforms.split(size), strict=True)

@@ -75,6 +75,7 @@ def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tu
     Layers that differ in their number alone become one entry. Formats that differ only in the reason for not quantizing
     are equal.
     """
+    # Each difference once, with * in place of the layers' numbers, and how many layers have it.
     counts = Counter(
         (re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight"), first[name], second[name])
         for name in first

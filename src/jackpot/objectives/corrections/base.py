@@ -223,7 +223,7 @@ def no_kappa(device: torch.device) -> Kappas:
 
 
 def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
-    """Return kappa = sum of acceptance / sum of Z over an optimizer step, for each model that sampled; 1 without sums."""
+    """Return kappa, sum of acceptance / sum of Z over a step, for each model that sampled; 1 where `totals` is empty."""
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
