@@ -347,7 +347,7 @@ def make_learner(
             models whole.
     """
     head = head_options(config)
-    reference = _make_reference(config, models, head)  # before sharding, as it takes a digest of whole weights
+    reference = _make_reference(config, models, head)  # before sharding: its digest needs whole weights
     gathered = shard(models, mesh, config.placement.offload) if mesh else None
 
     optimizers: dict[Role, ModelOptimizer] = {}
@@ -403,7 +403,7 @@ def make_critic(config: Config, models: Models) -> Critic | None:
 
 
 def _make_reference(config: Config, models: Models, head: HeadOptions) -> Reference | None:
-    """Build the reference, to which the loss has a KL term; None for a run without one."""
+    """Build the reference, the model that a KL term of the loss keeps the policy close to; None without a reference."""
     if config.objective.reference is None:
         return None
     return Reference(

@@ -110,7 +110,7 @@ def engine_gpu(index: int, shares: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run an engine process: generate what the process that started it asks for, and end when that one ends."""
+    """Run an engine process: answer the process that started this one, and end when that process ends."""
     end_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as parent:
         serve(parent, make_hosted)

@@ -276,7 +276,7 @@ def train_on_ray(
     with _cluster(config) as ray, StopSignal() as stop:
         config = place_engines(config, config.placement.ranks, _has_gpus(ray, config))
         group = _placement_group(ray, config)
-        engines = _start_engines(ray, config, group, make)  # they live for as long as this name refers to them
+        engines = _start_engines(ray, config, group, make)  # the actors live for as long as this name does
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
 
         restarts = config.placement.restarts
@@ -368,7 +368,7 @@ def _placement_group(ray: Any, config: Config) -> Any:
 
 
 def _has_gpus(ray: Any, config: Config) -> bool:
-    """Return whether the run uses GPUs: it asks for them, or leaves the device open and the cluster has GPUs."""
+    """Return whether the run uses GPUs: its settings name them, or leave the device open and the cluster has GPUs."""
     return config.device == "cuda" or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 

@@ -17,7 +17,7 @@ def expert_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
-    """Record the experts while the block runs, and yield a function that returns the record and empties it.
+    """Record the experts of each token while the block runs, and yield a function that returns and empties the record.
 
     The function returns the experts of all tokens since its last call, [tokens, layers, experts of a token] int64, in
     ascending order; None for a model without experts. The tokens of each forward pass are in the order of its ids, row

@@ -20,7 +20,7 @@ _KEPT = ", not quantized: "  # stands between the format of a matrix and the rea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFormats:
-    """The settings of a side, an engine or training, that decide its number formats."""
+    """The settings of an engine or of training, here called a side, that decide the side's number formats."""
 
     dtype: str  # dtype of weights and activations
     quantization: str | None = None  # key of `SCHEMES`

@@ -261,7 +261,7 @@ def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dt
 def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
-    """Run a forward in which rounded copies replace the weights of some modules; they pass gradients to the weights."""
+    """Run a forward in which rounded copies replace the weights of some modules; gradients reach the weights."""
     originals = [dict(module._parameters) for module in modules]
     for module in modules:
         parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters

@@ -194,7 +194,7 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` if they are missing."""
+    """Return the sums of `correction.measure` on a micro-batch, and those of `measure_overlap` if it lacks them."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
@@ -223,7 +223,7 @@ def no_kappa(device: torch.device) -> Kappas:
 
 
 def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
-    """Return kappa, sum of acceptance / sum of Z over a step, for each model that sampled; 1 where `totals` is empty."""
+    """Return kappa, sum of acceptance / sum of Z over a step, for each model that sampled; 1 if `totals` is empty."""
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
