@@ -33,7 +33,8 @@ from jackpot.objectives.corrections.signed import dppo_topk
 from jackpot.objectives.metrics import correction_summary
 from jackpot.objectives.tensor_checks import check_numbers, check_tensors, report_signs, signs_of_log_probs
 
-# Settings of a run that a correction does not read, because its caller decides them by these inputs.
+# Settings that a recipe has beside a correction's own. The correction does not read them: whoever calls the correction
+# decides them, each by the input that is named here.
 IN_THE_INPUTS = {
     "proximal": "CorrectionInputs.proximal_log_probs",
     "target": "CorrectionInputs.target_log_probs",
@@ -50,7 +51,8 @@ _ADVICE = {  # what to do about a missing tensor, by the name of the tensor
 class Corrected(NamedTuple):
     """The weights and the acceptance mask of B responses of T tokens, and metrics of the correction. All detached.
 
-    The loss is `-(accept_mask * weights * surrogate).sum() / response_mask.sum()`.
+    The loss is `-(accept_mask * weights * surrogate).sum() / response_mask.sum()`, for a policy-gradient surrogate such
+    as PPO's ratio times the advantage.
     """
 
     weights: Tensor  # [B, T], factor on the surrogate of an accepted token; 0 where masked
@@ -68,8 +70,9 @@ def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
         return _custom(import_object(settings.import_path, "correction"), settings.kwargs)
 
     formula = dppo_topk if getattr(settings, "divergence", None) == "topk" else CORRECTIONS[settings.name]
+    # Those parameters of the formula that are no tensors have the names of settings.
     arguments = {name: getattr(settings, name) for name in signature(formula).parameters if name not in TENSORS}
-    return ByFormula(formula, arguments, getattr(settings, "lam", LAM), _kappa(settings))
+    return ByFormula(formula, arguments, getattr(settings, "lam", LAM), _kappa_timing(settings))
 
 
 def make_correction(correction: str | Formula | type[CorrectionFn], **settings: Any) -> CorrectionFn:
@@ -91,7 +94,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
     """
     if not isinstance(correction, str):
         return _custom(correction, settings)
-    try:
+    try:  # the refusal ends with the settings to write, and is completed here
         refuse_with_proximal(correction)
     except ValueError as error:
         raise ConfigError(f"{error} in a recipe, and the point as `proximal_log_probs` here") from None
@@ -99,6 +102,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
         raise ConfigError(unknown_name("correction", correction, CORRECTIONS))
 
     settings_class = CORRECTION_SETTINGS[correction]
+    # Settings that only a recipe may have: here the caller decides them by an input.
     for key in IN_THE_INPUTS.keys() & settings.keys() & settings_class.model_fields.keys():
         raise ConfigError(
             f"correction {correction}: {key} {settings[key]!r} was given, but a correction does not read it; put what "
@@ -129,8 +133,8 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
     return correction(**settings) if is_class else ByFormula(correction, settings)
 
 
-def _kappa(settings: PolicyCorrection) -> Kappa:
-    """Return when a correction needs the sums over a step that give kappa: a value of `CorrectionFn.kappa`."""
+def _kappa_timing(settings: PolicyCorrection) -> Kappa:
+    """Return when in an optimizer step a correction needs kappa: "none", "prepass" or "auto" (`CorrectionFn.kappa`)."""
     if not isinstance(settings, ZCorrection):
         return "none"
     if settings.kappa != "auto":
@@ -180,10 +184,11 @@ def correct(
         ConfigError: an unknown correction or setting, or a value that is not allowed.
         DataError: a tensor of another shape, dtype or device, or a missing one that this correction needs; a mask
             without a token; log-probs that are shifted by a token. On a CPU also impossible numbers, such as a z above
-            its bound. A GPU is not waited for: there a later call reports an empty mask and shifted log-probs.
+            its bound. A GPU is not waited for: there an empty mask and shifted log-probs of one call are reported by a
+            later call.
 
     Warns:
-        UserWarning: log-probs that look swapped as those of healthy models never do, or that are rounded to bfloat16.
+        UserWarning: log-probs that are rounded to bfloat16, or look as if rollout and target had been exchanged.
     """
     correction_fn = _correction_fn(correction, settings)
     tensors = {
@@ -218,14 +223,14 @@ def correct_unchecked(
     Args:
         correction: the correction.
         tensors: arguments of `correct` by their names; `rollout_log_probs` and `target_log_probs` must be among them.
-        response_mask: [B, T] bool, True where a token was sampled; may be without a token.
+        response_mask: [B, T] bool, True where a token was sampled; may be False everywhere.
         seed: seed of uniforms that `tensors` lacks.
     """
     z = tensors.get("z")
     estimate = z if isinstance(z, obrs.ZEstimate) else None
     present = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     inputs = _inputs(present, response_mask, estimate, seed)
-    totals = measured(correction, inputs)
+    totals = measured(correction, inputs)  # sums over the tokens, from which kappa follows
     result = correction.apply(inputs, totals)
 
     summary = correction_summary(result, inputs, totals, has_z=z is not None)
@@ -235,7 +240,7 @@ def correct_unchecked(
 
 
 def _correction_fn(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
-    """Return the correction that the arguments of `correct` name; refuse settings beside a constructed correction."""
+    """Return the correction that the arguments of `correct` name; refuse settings for a correction that has its own."""
     if callable(correction) or isinstance(correction, str):
         return make_correction(correction, **settings)
     if settings:
@@ -256,6 +261,7 @@ def _inputs(
     """
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     rollout, target = detached["rollout_log_probs"], detached["target_log_probs"]
+    # A correction that reads no Z or no advantages gets ones or zeros in their place.
     z = estimate or obrs.known_z(detached.get("z", torch.ones_like(rollout)))
     uniforms = detached.get("uniforms")
 
@@ -273,13 +279,13 @@ def _inputs(
 def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
     """Return a random number for every token, [B, T] float64 in [0, 1), hashed from the seed, response and column.
 
-    A response has no name here, so the bits of its rollout log-probs stand for one.
+    Responses are told apart by the bits of their rollout log-probs, as `correct` gets no ids of responses.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)
     token_hashes = prng.bits(rollout_log_probs.float().view(torch.int32).long(), positions)
     response_hashes = torch.where(mask, token_hashes, 0).sum(-1)  # a sum of integers, which is the same in any order
 
-    # The key is added as a Python number, and the zeros are made on the device: a tensor that is copied to a GPU would
+    # `key` is added as a Python number, and the zeros are made on the device: a tensor that is copied to a GPU would
     # make the host wait for the GPU.
     key = int(prng.key_tensor([prng.fold_in(seed, "correct")]))
     keys = prng.bits(response_hashes + key, torch.zeros_like(response_hashes))

@@ -70,7 +70,7 @@ from jackpot.training.run_folder.checkpoint import Checkpoint
 Models = Mapping[str, PreTrainedModel]  # by name: policy, rollout_model, critic, reference
 
 # A function that makes a learner. Its arguments: the settings; the checkpoint to continue from, None for a new run; and
-# the roles of those models whose engine samples from the same distribution that the model has in training
+# the roles of those models whose engine samples from the distribution that the model has in training
 # (`engine_is_exact`).
 BuildLearner = Callable[[Config, Checkpoint | None, Collection[Role]], Learner]
 
@@ -110,19 +110,19 @@ def make_components(
     Raises:
         ConfigError, DataError, EngineError, ModelError: as `check_start`, `run_task`, `make_engines` and the learner.
     """
-    ranks, device = process_rank(), pick_device(config.device)
-    config = place_engines(config, ranks.size, device.type == "cuda", ranks.beside)
+    process, device = process_rank(), pick_device(config.device)
+    config = place_engines(config, process.size, on_gpu=device.type == "cuda", local_ranks=process.beside)
 
     paths = config.model_paths(checkpoint.folder if checkpoint else None)
-    outlines = check_start(config, paths, ranks.size)
+    outlines = check_start(config, paths, process.size)
     tokenizer = load_tokenizers(paths)
-    head_rows(paths | reference_path(config), tokenizer)
+    head_rows(paths | reference_path(config), tokenizer)  # refuses a tokenizer that some output layer is too short for
     version = Version(*checkpoint.state["version"]) if checkpoint else Version(0, 0)
 
     with ExitStack() as undo:
         task = run_task(config, paths, tokenizer)
         undo.callback(task.close)
-        reward_fn = task.reward_fn if isinstance(task, Math) else None
+        reward_fn = task.reward_fn if isinstance(task, Math) else None  # benchmarks are graded as the task is
         benchmarks = make_sets(config.evaluation.benchmark_names, tokenizer, sets_of(config.task), reward_fn)
         for benchmark in benchmarks.values():
             undo.callback(benchmark.close)
@@ -145,14 +145,14 @@ def make_components(
 
 
 def _exact_engines(config: Config, engine: Engine, policy_engine: Engine) -> list[Role]:
-    """Return the roles of the models whose engine of rollouts samples from the distribution that they have in training.
+    """Return the roles of the models whose rollouts are sampled from the distribution that the model has in training.
 
     Raises:
         ConfigError: an engine returns fewer top log-probs than the settings ask for.
         EngineError: as `engine_is_exact`.
     """
     check_top_log_probs(config, engine.capabilities.num_top_log_probs)
-    generator: Role = "rollout_model" if config.rollout_model else "policy"
+    generator: Role = "rollout_model" if config.rollout_model else "policy"  # the model of `engine`
     is_exact: dict[Role, bool] = {generator: engine_is_exact(config, engine.capabilities.quantized)}
 
     if config.is_mixed:
@@ -171,8 +171,8 @@ def build_learner(
 
     Args:
         checkpoint: the checkpoint to continue from; None for a new run.
-        exact_engines: roles of the models whose engine samples from the distribution that they have in training.
-        mesh: as in `make_learner`.
+        exact_engines: roles of the models whose engine samples from the distribution that the model has in training.
+        mesh: all ranks, over which the models are sharded; None: this process keeps the models whole.
     """
     device = None if mesh else pick_device(config.device)  # None: the models are sharded after they are loaded
     models = load_models(config, checkpoint.folder if checkpoint else None, device)
@@ -202,13 +202,14 @@ def make_engines(
     stage("starting the engine")
     specs = engine_specs(config, paths)
     has_hosts = config.placement.engine_processes > 0
+    # Hosted engines run in the processes of `placement.engines`, local ones in this process.
     hosted = {name: spec for name, spec in specs.items() if has_hosts and not is_remote(spec.settings)}
     local = {name: spec for name, spec in specs.items() if name not in hosted}
 
     engines: dict[str, Engine] = {}
     if hosted:
-        links = ray_links if config.placement.launcher == "ray" else process_links
-        engines |= engine_pool(config, hosted, config.model_paths(), device, version, links).engines
+        make_links = ray_links if config.placement.launcher == "ray" else process_links
+        engines |= engine_pool(config, hosted, config.model_paths(), device, version, make_links).engines
     for engine in engines.values():
         undo.callback(engine.close)
 
@@ -222,13 +223,13 @@ def computed_differently(config: Config) -> list[list[str]]:
     Returns:
         For each layer its name, the engine's format and training's.
     """
-    is_coded = config.trained_quantization is not None  # training computes with the engine's codes
+    is_quantized = config.trained_quantization is not None  # training quantizes as the engine does
     device = pick_device(config.device).type
     of_engines = [SideFormats.of(settings, device) for settings in config.writing_engines.values()]
     of_training = SideFormats(
-        dtype=config.compute_dtype if is_coded else "fp32",
+        dtype=config.compute_dtype if is_quantized else "fp32",
         quantization=config.trained_quantization,
-        kv_cache_dtype=config.engine.kv_cache_dtype if is_coded else None,
+        kv_cache_dtype=config.engine.kv_cache_dtype if is_quantized else None,
         head_dtype=config.head_dtype,
         autocast="bf16" if config.precision == "bf16" else None,
     )
@@ -236,8 +237,8 @@ def computed_differently(config: Config) -> list[list[str]]:
         return []
 
     model = load_meta_model((config.rollout_model or config.policy).path)
-    of_layers = layer_formats(model, of_training)
-    differing = [layer_differences(layer_formats(model, formats), of_layers) for formats in of_engines]
+    in_training = layer_formats(model, of_training)
+    differing = [layer_differences(layer_formats(model, formats), in_training) for formats in of_engines]
     return [list(layer) for layer in dict.fromkeys(chain.from_iterable(differing))]
 
 
@@ -267,7 +268,8 @@ def cut_heads(models: Models, rows: int) -> None:
     """Cut the output layers of a learner's models to their first rows, one for each id that a run may sample.
 
     Args:
-        rows: number of rows that are kept (`run_rows`). The critic's output layer has one row, and stays.
+        rows: number of rows that are kept, that of the shortest output layer (`run_rows`). The critic's output layer
+            has one row, and stays.
     """
     for name, model in models.items():
         if name != "critic":
@@ -310,12 +312,20 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
     quantization = None if name == "critic" else config.trained_quantization
 
     if name != "critic" and config.head_dtype == "fp32":
-        # Quantized training computes bit for bit what its engine computes, so it rounds the weight as the engine does.
+        # Quantized training computes bit for bit what its engine computes, so the weight of the output layer is rounded
+        # to the engine's dtype before it is widened.
         widen_head(model, compute_dtype if quantization else None)
 
     if quantization:
         fp8_cache = config.engine.kv_cache_dtype == "fp8"
-        train_in_codes(model, SCHEMES[quantization], config.fp8_backward, fp8_cache, on_cpu, compute_dtype)
+        train_in_codes(
+            model,
+            SCHEMES[quantization],
+            config.fp8_backward,
+            fp8_cache=fp8_cache,
+            exact=on_cpu,
+            dtype=compute_dtype,
+        )
     elif on_cpu and settings:
         fuse(model)
 
@@ -332,11 +342,12 @@ def make_learner(
 
     Args:
         models: the models of `load_models`, which are trained in place.
-        exact_engines: roles of the models whose engine samples from the distribution that they have in training.
-        mesh: all ranks of torch.distributed, over which the models are sharded in place; None: this process keeps them.
+        exact_engines: roles of the models whose engine samples from the distribution that the model has in training.
+        mesh: all ranks of torch.distributed, over which the models are sharded in place; None: this process keeps the
+            models whole.
     """
     head = head_options(config)
-    reference = _make_reference(config, models, head)  # before sharding, as it takes a digest of whole weights
+    reference = _make_reference(config, models, head)  # before sharding: its digest needs whole weights
     gathered = shard(models, mesh, config.placement.offload) if mesh else None
 
     optimizers: dict[Role, ModelOptimizer] = {}
@@ -344,15 +355,15 @@ def make_learner(
         parameters = models["policy"].parameters()
         optimizers["policy"] = ModelOptimizer(parameters, config.policy.optimizer, _total_steps(config))
 
-    settings = config.rollout_model
-    each_step = settings is None or settings.update == "step"
+    rollout_settings = config.rollout_model
+    each_step = rollout_settings is None or rollout_settings.update == "step"  # else one update in each iteration
     rollout_objective = distill_control = None
-    if settings and settings.optimizer:
+    if rollout_settings and rollout_settings.optimizer:
         steps = _total_steps(config) if each_step else config.iterations
         parameters = models["rollout_model"].parameters()
-        optimizers["rollout_model"] = ModelOptimizer(parameters, settings.optimizer, steps)
-        rollout_objective = rollout_model_objective(settings, config.objective.loss_agg_mode)
-        distill_control = settings.distill_control
+        optimizers["rollout_model"] = ModelOptimizer(parameters, rollout_settings.optimizer, steps)
+        rollout_objective = rollout_model_objective(rollout_settings, config.objective.loss_agg_mode)
+        distill_control = rollout_settings.distill_control
 
     options = LearnerOptions(
         temperature=config.sampling.temperature,
@@ -392,7 +403,7 @@ def make_critic(config: Config, models: Models) -> Critic | None:
 
 
 def _make_reference(config: Config, models: Models, head: HeadOptions) -> Reference | None:
-    """Build the reference, to which the loss has a KL term; None for a run without one."""
+    """Build the reference, the model that a KL term of the loss keeps the policy close to; None without a reference."""
     if config.objective.reference is None:
         return None
     return Reference(

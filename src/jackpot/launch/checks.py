@@ -103,10 +103,10 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
     contexts = [getattr(model.get_text_config(), "max_position_embeddings", None) for model in models]
     engines = [getattr(engine, "max_model_len", None) for engine in (config.engine, config.evaluation.engine)]
 
+    # Where there may be a limit, and how many tokens it allows to prompt and response together; None: no limit there.
     rooms = [("the models' context", context) for context in contexts]
     rooms += [("engine.max_model_len", length) for length in engines]
     rooms += [("batch.micro_batch_tokens", config.batch.micro_batch_tokens)]
-    # The smallest of the limits that are known.
     name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
 
     max_new_tokens = config.sampling.max_new_tokens
@@ -158,7 +158,7 @@ def check_top_log_probs(config: Config, limit: int) -> None:
 
 
 def engine_is_exact(config: Config, quantized: bool, settings: EngineConfig | None = None) -> bool:
-    """Return whether a model in training has the distribution that the engine of its rollouts samples from.
+    """Return whether an engine samples rollouts from the distribution that the engine's model has in training.
 
     In bf16 the two distributions agree up to rounding (`mismatch/engine_gap` measures how far). That is good enough to
     fill in missing log-probs, and not for `normalizer: exact`.

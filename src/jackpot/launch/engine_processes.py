@@ -32,7 +32,8 @@ from jackpot.rollout.engines.process import ProcessLink, make_starter, serve
 
 ENTRY = "from jackpot.launch.engine_processes import main; main()"
 _GPUS = "CUDA_VISIBLE_DEVICES"
-# A function that makes the connections to the hosts of engines, by name, from the settings and the setup of each host.
+# A function that makes the connections to all hosts of engines, and returns them by the names of the hosts. Its
+# arguments: the settings, and the setup that each host makes its engines from.
 MakeLinks = Callable[[Config, dict[str, Any]], Mapping[str, Link]]
 
 
@@ -51,7 +52,7 @@ def engine_pool(
         initial_paths: paths of the models that the run began with, by role.
         device: the learner's device.
         version: version of the weights in `specs`.
-        links: makes the connections to the processes.
+        links: makes the connections to the processes from the settings and their common setup.
 
     Raises:
         EngineError: no engine could be started. The output has the errors of the engines above this error.
@@ -70,8 +71,10 @@ def engine_pool(
         dtype = DTYPES[spec.settings.dtype]
         weights[name] = list(load_model(spec.path, dtype, "cpu").named_parameters()), dtype
 
+    # The number of responses that a process is asked for at once; auto: its share of a rollout batch, in whole groups,
+    # and at most what every engine generates at once.
     chunk = config.placement.chunk
-    if chunk == "auto":  # a process's share of a rollout batch, at most what every engine generates at once
+    if chunk == "auto":
         groups = math.ceil(config.batch.prompts / config.placement.engine_processes)
         chunk = min(groups * config.batch.group_size, *(spec.settings.max_num_seqs for spec in specs.values()))
 
@@ -107,7 +110,7 @@ def engine_gpu(index: int, shares: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run an engine process: generate what the process that started it asks for, and end when that one ends."""
+    """Run an engine process: answer the process that started this one, and end when that process ends."""
     end_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as parent:
         serve(parent, make_hosted)

@@ -37,7 +37,7 @@ def make_engine(
 
     Args:
         device: the learner's device.
-        drafter: engine of the model that drafts for this one, of the same class; None: no model drafts.
+        drafter: engine whose model drafts tokens for this engine, of the same class as this engine; None: no drafts.
         rows: number of rows of the output layer to sample from; None: all. A server samples from all rows of its own.
 
     Raises:
@@ -49,18 +49,18 @@ def make_engine(
         return VLLMEngine(path, settings, device=device, version=version, drafter=drafter, rows=rows)
 
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote(settings) else device)
-    ends = eos_token_ids(model)
+    end_tokens = eos_token_ids(model)
     if isinstance(settings, TransformersEngineConfig):
         cut_head(model, rows or output_layer(model).out_features)
         assert drafter is None or isinstance(drafter, TransformersEngine)
-        return TransformersEngine(model, settings, eos_token_ids=ends, version=version, drafter=drafter)
+        return TransformersEngine(model, settings, eos_token_ids=end_tokens, version=version, drafter=drafter)
 
     server = SGLangServerEngine if isinstance(settings, SGLangServerEngineConfig) else VLLMServerEngine
-    return server(model, settings, eos_token_ids=ends, version=version)
+    return server(model, settings, eos_token_ids=end_tokens, version=version)
 
 
 class EngineSpec(NamedTuple):
-    """The settings, the model and the output rows of one engine of a run."""
+    """The settings of one engine of a run, its model, and how many rows of the model's output layer it reads."""
 
     settings: EngineConfig
     path: str  # folder or name of the engine's model
@@ -84,12 +84,12 @@ def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineS
 
 
 def run_rows(config: Config, paths: Mapping[Role, str]) -> int:
-    """Return how many first rows the output layers of all models of a run have in common, the reference included."""
+    """Return how many rows the shortest output layer of a run's models has, the reference model's included."""
     return head_rows({**paths, **reference_path(config)})
 
 
 def reference_path(config: Config) -> dict[str, str]:
-    """Return where the reference is read from, under the key `reference`; empty for a run without one."""
+    """Return where the reference model is read from, under the key `reference`; {} for a run without a reference."""
     reference = config.objective.reference
     return {"reference": reference.path or config.policy.path} if reference else {}
 

@@ -17,7 +17,7 @@ from jackpot.objectives.kernels.topk import BLOCK
 
 
 def head_options(config: Config) -> HeadOptions:
-    """Return the kernel that reads the logits of all output layers, and the bytes of logits that may be kept.
+    """Return which kernel reads the logits of all output layers, and how many bytes of them are kept for backward.
 
     Raises:
         ConfigError: Triton or the device of the settings cannot be used.
@@ -53,9 +53,10 @@ def _triton_reader(device: torch.device) -> TileReader:
         raise ConfigError(f"head_kernel is triton, but the device is {device}; use head_kernel: auto, or a GPU")
 
     try:
-        reader = import_module("jackpot.objectives.kernels.triton_reader").TRITON  # few installs have it
-        tile = Tile(torch.zeros(2, BLOCK, device=device), None, None, 1.0, may_mask=False, is_raw=False, is_kept=False)
-        reader.read([tile], False, False)  # a trial: compiling the kernel needs more than the package
+        reader = import_module("jackpot.objectives.kernels.triton_reader").TRITON  # imports Triton
+        logits = torch.zeros(2, BLOCK, device=device)
+        tile = Tile(logits, bias=None, soft_cap=None, temperature=1.0, may_mask=False, is_raw=False, is_kept=False)
+        reader.read([tile], tops=False, moments=False)  # a trial: compiling the kernel needs more than the package
         return reader
     except Exception as error:
         raise ConfigError(

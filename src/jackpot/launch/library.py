@@ -69,7 +69,7 @@ class SavedRun:
 def train_config(
     config: Config, folder: Path, on_metrics: OnMetrics, on_start: Callable[[int], None] = lambda iteration: None
 ) -> bool:
-    """Train a run in this process, alone or as rank 0 of torchrun's ranks; or have Ray place it (`launcher: ray`).
+    """Train a run in this process, alone or as rank 0 of torchrun's ranks; with `launcher: ray` in actors of Ray.
 
     Args:
         folder: the run folder.

@@ -145,7 +145,7 @@ def _own_device(device: str, process: ProcessRank) -> torch.device:
 
 
 def _store(process: ProcessRank) -> dist.Store:
-    """Return the store by which the ranks find each other. Ranks of one machine talk over its loopback interface."""
+    """Return the store by which the ranks find each other. If all are on one machine, they talk over its loopback."""
     if process.local_size == process.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

@@ -43,7 +43,7 @@ from jackpot.training.interrupt import StopSignal
 
 _log = logging.getLogger(__name__)
 _ADDRESS, _MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as it does on those systems
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as on Windows and macOS
 _POLL = 0.5  # seconds between two looks at metrics.jsonl and at signals
 # A function that makes the engines of a host, by the key of their settings, from the setup that the pool sends.
 MakeEngines = Callable[[dict[str, Any]], Mapping[str, Engine]]
@@ -99,10 +99,10 @@ class EngineActor:
     def __init__(self, folder: str, make: MakeEngines) -> None:
         _enter(folder)
         self._make = make
-        self._setup = b""
+        self._setup = b""  # what the engines were made from; empty before `begin`
         self._engines: Mapping[str, Engine] = {}
-        self._host: EngineHost | None = None
-        self._refusal: Tensor | None = None
+        self._host: EngineHost | None = None  # answers the messages of the pool
+        self._refusal: Tensor | None = None  # answers them in its place, where the engines refuse the setup
         self._thread = ThreadPoolExecutor(1)  # one thread makes all calls of engines
         self._signs = 0  # signs of life that the host has given
 
@@ -187,7 +187,7 @@ class RayLink(Link):
             answers = ask.remote(message.numpy(), self._weights(message))
             while True:
                 async with asyncio.timeout(self.silence):
-                    answer = await (await anext(answers))
+                    answer = await (await anext(answers))  # a reference of Ray, then its array; empty: a sign of life
                     if len(answer):
                         return _tensor(answer)
 
@@ -195,7 +195,7 @@ class RayLink(Link):
         if self._hangs:
             _ray().kill(self._actor, no_restart=False)
             self._hangs = False
-        # An actor that does not hang ends with the driver.
+        # An actor that does not hang is left running: it ends with the driver, which owns it.
 
     def _weights(self, message: Tensor) -> Any:
         """Return a reference of Ray to the file of weights that a message names, if it names one.
@@ -276,7 +276,7 @@ def train_on_ray(
     with _cluster(config) as ray, StopSignal() as stop:
         config = place_engines(config, config.placement.ranks, _has_gpus(ray, config))
         group = _placement_group(ray, config)
-        engines = _start_engines(ray, config, group, make)  # they live for as long as this name refers to them
+        engines = _start_engines(ray, config, group, make)  # the actors live for as long as this name does
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
 
         restarts = config.placement.restarts
@@ -325,7 +325,7 @@ def _cluster(config: Config) -> Iterator[Any]:
             f"(docs/distributed.md), or unset {_ADDRESS} to start Ray on this machine alone"
         )
 
-    if not address:
+    if not address:  # settings of the Ray that starts below, which its processes inherit
         os.environ[_LOOPBACK] = "0"
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -368,12 +368,13 @@ def _placement_group(ray: Any, config: Config) -> Any:
 
 
 def _has_gpus(ray: Any, config: Config) -> bool:
-    """Return whether the run uses GPUs: it asks for them, or leaves the device open and the cluster has GPUs."""
+    """Return whether the run uses GPUs: its settings name them, or leave the device open and the cluster has GPUs."""
     return config.device == "cuda" or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
 
 
 def bundles(config: Config) -> list[int]:
-    """Return the index of the bundle of every rank, then of every engine. A bundle has one GPU, if there are GPUs.
+    """Return for every rank, then every engine, the index of its bundle in Ray's placement group. A bundle has one GPU,
+    if there are GPUs.
 
     Engines that share GPUs are in the bundles of the ranks, in turn; all others are in bundles of their own.
     """
@@ -441,7 +442,7 @@ class _RankGroup:
                     self._terminate(spots[0])  # only rank 0 acts on signals
                     has_signal = True
 
-                for call in sorted(ended, key=calls.__getitem__):
+                for call in sorted(ended, key=calls.__getitem__):  # by rank
                     rank = calls.pop(call)
                     outcome, result = ray.get(call)
                     if rank == 0 or outcome != "done":

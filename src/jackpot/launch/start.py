@@ -62,7 +62,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
     with ExitStack() as undo:
         undo.callback(folder.close)
         folder.lock()
-        undo.callback(folder.give_up)
+        undo.callback(folder.give_up)  # removes what `lock` made, if no run began
         folder.check(config)
 
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep)
@@ -73,8 +73,8 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
         components = make_components(config, newest, build)
         undo.callback(components.close)
 
-        # A start that was refused above has changed nothing of the run.
-        iteration = newest.state["iteration"] if newest else -1
+        # A start that is refused above changes nothing of the run; from here on its folder is written to.
+        iteration = newest.state["iteration"] if newest else -1  # the iteration that the run continues after
         torch.set_num_threads(folder.start(config, pick_threads(config.threads), iteration))
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         for event in _events_of_computing(config):
@@ -91,8 +91,8 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
 
 
 def _events_of_computing(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield the events that record how this machine computes: kernels, products of quantized numbers, and layers that
-    engines compute in other number formats than training."""
+    """Yield the events that record how this machine computes: the kernel of output layers, the function that multiplies
+    quantized matrices, and layers that engines compute in other number formats than training."""
     if (kernel := head_options(config).reader.name) != "eager":
         yield {"event": "head_kernel", "kernel": kernel}
     if config.trained_quantization:

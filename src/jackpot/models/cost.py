@@ -16,7 +16,7 @@ class ForwardCost:
     per_pair: int  # FLOPs of one query with one key, over all layers and heads
 
     def sequence(self, tokens: int) -> int:
-        """Return the FLOPs of a causal sequence, in one pass or token by token with a cache."""
+        """Return the FLOPs of a causal sequence: the same in one pass as token by token with a cache."""
         return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) // 2)
 
 
@@ -33,14 +33,15 @@ def forward_cost(model: PreTrainedModel) -> ForwardCost:
     config = model.config.get_text_config()
     return ForwardCost(
         per_token=2 * sum(_weights_met(module, config) for module in model.modules()),
+        # Two operations for each channel of the query, and two for each of the value, which has as many.
         per_pair=4 * config.num_hidden_layers * config.num_attention_heads * _head_dim(config),
     )
 
 
 def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
-    """Count the weights that a token meets in a module's own matrices; experts are one tensor [E, rows, columns].
+    """Count the weights in a module's own matrices that multiply a token; experts are one tensor [E, rows, columns].
 
-    An embedding is looked up and costs nothing; a weight that it shares with the output layer is counted there.
+    An embedding is looked up and costs nothing; a weight that it shares with the output layer counts in that layer.
     """
     if isinstance(module, nn.Embedding):
         return 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from jackpot.models.sampling import sample_tokens
 
 Chance = TypeVar("Chance", float, Tensor)
-MOST_DRAFTS = 8  # most drafts for one verifying pass that the advice on settings considers
+MOST_DRAFTS = 8  # most drafts of one verifying pass that `analysis.advice` considers when it advises on settings
 
 
 class Verdict(NamedTuple):
@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
 
     accepted: Tensor  # [N] bool
     replacements: Tensor  # [N] int64, the token to take where the draft was not accepted, or none was made
-    log_probs: Tensor  # [N, V] log m, nats
+    log_probs: Tensor  # [N, V] log m, nats; m is the distribution that the token is drawn from in the end (`verify`)
 
 
 def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Tensor, lam: float) -> Verdict:

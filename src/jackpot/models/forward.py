@@ -75,6 +75,7 @@ def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Te
         )
         return hidden.flatten(0, 1).index_select(0, index)
     states = read_row(backbone(model), batch.packed)
+    # `predicting` has, for each response token, the index in `states` of the state that predicts it.
     return states.index_select(0, batch.packed.predicting.flatten().index_select(0, index))
 
 
@@ -154,6 +155,7 @@ def predicting_hidden(
 
     if len(prompt_ids) == len(prompt_index) or not can_share_prompts(model):
         states = _states(model, torch.cat([prompts[prompt_index], inputs], dim=1), mask, None)
+        # From the prompt's last token on; the second slice leaves nothing where there are no response tokens.
         return states[:, prompt_ids.shape[1] - 1 :][:, : response_ids.shape[1]]
 
     # A cache made without the config keeps all tokens of a sliding layer too; the mask hides those outside the window.
@@ -207,6 +209,7 @@ def _passes_options_on(layer_class: type[nn.Module]) -> bool:
     """Tell whether layers pass the options of a forward pass on to their attention: whether their code reads them."""
     function = inspect.unwrap(layer_class.forward)
     parameters = inspect.signature(function).parameters
+    # The name of the parameter **options, if there is one, and all names that the bytecode of the forward reads.
     options = {name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
     names_in_code = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
 
@@ -214,7 +217,7 @@ def _passes_options_on(layer_class: type[nn.Module]) -> bool:
     return "past_key_values" not in parameters or bool(options & names_in_code)
 
 
-_ROPES_BY_LENGTH = {"dynamic", "longrope"}  # their angles depend on the longest sequence of the forward pass
+_ROPES_BY_LENGTH = {"dynamic", "longrope"}  # rotary angles that depend on the longest sequence of a forward pass
 
 
 def can_share_prompts(model: PreTrainedModel) -> bool:
@@ -272,7 +275,7 @@ def widen_head(model: PreTrainedModel, rounded_to: torch.dtype | None = None) ->
     the same parameter.
 
     Args:
-        rounded_to: as in `Fp32Linear.of`.
+        rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not rounded.
 
     Raises:
         ModelError: as `output_layer`; or the output layer cannot be replaced.
@@ -356,6 +359,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     model.gradient_checkpointing_enable()
     config = _text_config(model)
     # The second forward pass, in backward, uses the attention of the first, though the config may name another by then.
+    # `context_fn` gives a context for each of the two passes.
     for layer in layers:
         layer.forward = partial(
             checkpoint,

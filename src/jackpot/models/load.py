@@ -40,7 +40,7 @@ ALIGNMENT = 64  # bytes; the address of a tensor that torch makes is a multiple 
 MOST_LAYERS = 1_000  # most layers of a model; published models have up to 130
 LARGEST_WEIGHT = 1e6  # in absolute value; published models stay below 1e4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # torch's dtypes by their names in settings
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that need nothing but a cast
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of files whose weights only need a cast
 _READ_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # suffixes of files that transformers reads
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _LOADING_ERRORS = (  # what libraries raise at files that are missing, damaged or of strange content
@@ -57,7 +57,8 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
         path: a local folder, a hub name such as `Qwen/Qwen3-0.6B-Base`, or `starter:` and the name of a starter. Where
             the hub cannot be reached, earlier downloads are read.
         device: where the weights go. None, for `gathered.shard`: weights stay in their files, in the files' dtypes, and
-            take no memory until they are read; if the files have other names for them, they are on the CPU in `dtype`.
+            take no memory until they are read. If the files have other names or dtypes than such a model needs, the
+            weights are on the CPU in `dtype`.
 
     Raises:
         ModelError: no such folder, no config.json, damaged, missing or unknown weights, weights that are not finite or
@@ -74,7 +75,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
 def load_value_model(
     path: str | Path, dtype: torch.dtype, device: str | torch.device | None = "cpu"
 ) -> PreTrainedModel:
-    """Load a critic, a model of token classification with one label, [B, S, 1].
+    """Load a critic: a model of token classification with one label, whose logits are [B, S, 1].
 
     The folder of a language model will do: its critic gets a new head of zeros.
 
@@ -112,7 +113,7 @@ def load_value_model(
 def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
     """Replace a module's weights of other dtypes by float32 weights for the `with` block, and put them back after it.
 
-    Training replaces weights that are still in their files in the same way.
+    `gathered.shard` replaces weights that are still in their files in the same way, for the whole of training.
 
     Args:
         cast: returns the float32 tensor of a weight.

@@ -29,7 +29,7 @@ from jackpot.models.parts import Dealer, Part, write_part
 from jackpot.models.quantization.training import CodedLinear
 
 _FILE = "adapter_model.safetensors"  # peft's name of the adapter's weights, next to adapter_config.json
-_BASE = "base_sha256"  # key in its metadata: the digest of the weights that the adapter was trained on
+_BASE = "base_sha256"  # key in that file's metadata: the digest of the weights that the adapter was trained on
 _END = ".default.weight"  # suffix of an adapter's parameters; "default" is peft's name of a model's only adapter
 
 
@@ -113,8 +113,8 @@ def merged_weights(
         """Yield each weight, followed by A and B under the same name where it has an adapter."""
         for name, parameter in _base_parameters(model):
             if layer := deltas.get(name):
-                first, second = _factors(layer)
-                yield from ((name, parameter), (name, first.detach()), (name, second.detach()))
+                matrix_a, matrix_b = _factors(layer)
+                yield from ((name, parameter), (name, matrix_a.detach()), (name, matrix_b.detach()))
             else:
                 yield name, parameter.to(dtype) if dtype and is_sharded(parameter) else parameter
 
@@ -141,11 +141,13 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
     # The first name of each parameter; in the state of the model, a tied weight has further names.
-    first = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+    first_names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+
+    # Without the adapter's own tensors. Parameters are merged; buffers are as they are, in the first part alone.
     state = {
-        _plain(name): merged.get(first[id(tensor)]) if id(tensor) in first else tensor
+        _plain(name): merged.get(first_names[id(tensor)]) if id(tensor) in first_names else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if not name.endswith(_END) and (id(tensor) in first or part.number == 0)
+        if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)
     }
     state = {name: tensor for name, tensor in state.items() if tensor is not None}  # the others are in other parts
 
@@ -213,9 +215,9 @@ def _factors(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
     return layer.get_parameter("lora_A.default.weight"), layer.get_parameter("lora_B.default.weight")
 
 
-def _delta(layer: nn.Module, first: Tensor, second: Tensor) -> Tensor:
+def _delta(layer: nn.Module, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
     """Compute alpha / rank * B A from whole matrices; a product of shards would round differently."""
-    return second @ first * vars(layer)["scaling"]["default"]
+    return matrix_b @ matrix_a * vars(layer)["scaling"]["default"]
 
 
 def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tensor:
@@ -226,13 +228,13 @@ def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tens
 
 
 def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> list[Path]:
-    """Write all weights of a model: `state`, or None for those that the model has."""
+    """Write all weights of a model, from `state` or, if that is None, from the model itself."""
     model.save_pretrained(folder, state_dict=state)
     return list(folder.glob("*.safetensors"))
 
 
 def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], part: Part) -> list[Path]:
-    """Write one of several parts of a model's weights, by the names that its architecture has in files."""
+    """Write one of several parts of a model's weights, by the names that files of such a model have."""
     if part.number == 0:
         config_folder = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
         model.save_pretrained(config_folder, state_dict={})
@@ -249,7 +251,7 @@ def _leaf(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a parameter's name without an adapter: peft moves a layer that gets one to `base_layer` below its name."""
+    """Return a parameter's name without an adapter; where a layer has one, peft puts `base_layer` into the name."""
     return name.replace(".base_layer.", ".")
 
 

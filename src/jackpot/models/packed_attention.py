@@ -22,29 +22,30 @@ from jackpot.core.errors import ModelError
 from jackpot.core.types import PackedRow
 from jackpot.models.packed_flex import Flex, block_mask, flex_kernel
 
-PACKED = "jackpot_packed"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
+# Value of `config._attn_implementation`. transformers has no mask function under this name, and so makes no mask.
+PACKED = "jackpot_packed"
 SHORT = 64  # most keys of a block for which plain products are faster on a CPU than torch's fused kernel
 # Options of a forward pass that do not change what attention computes.
 _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return for each layer the sliding window, in tokens and with the query's own; None for full causal attention."""
+    """Return the sliding window of each layer, in tokens, the query's included; None for full causal attention."""
     layers = DynamicCache(config=config).layers
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
 
 class AttentionPlan:
-    """The plan of a packed row, with the windows and masks that the layers of one forward pass share."""
+    """How one forward pass attends over a packed row: the row, each layer's window, and masks that layers share."""
 
     def __init__(self, row: PackedRow, config: PreTrainedConfig) -> None:
         self.row = row
         self._windows = layer_windows(config)
-        self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
-        self._block_masks: dict[int | None, BlockMask] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}  # by window and dtype
+        self._block_masks: dict[int | None, BlockMask] = {}  # by window
 
     def window(self, layer: int, passed_window: int | None) -> int | None:
-        """Return the sliding window of a layer, in tokens and with the query's own; None for full causal attention.
+        """Return the sliding window of a layer, in tokens, the query's included; None for full causal attention.
 
         Args:
             layer: the index of the layer.
@@ -61,15 +62,16 @@ class AttentionPlan:
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the mask of every block, [masks, 1, queries, keys], to be added to the attention scores; None for a
-        block with plain causal attention. Masks are made once for all layers."""
+        """Return the mask of every block of the row, [masks, 1, queries, keys], to be added to the attention scores, or
+        None for a block with plain causal attention. Masks are made once for all layers."""
         if (window, dtype) not in self._masks:
-            positions = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
+            # For each block, the last key that each of its queries sees.
+            last_keys = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
             self._masks[window, dtype] = [
                 None
                 if block.is_square and (window is None or window >= block.keys)
                 else _mask(last.view(block.masks, 1, block.queries, 1), block.keys, window, dtype)
-                for block, last in zip(self.row.blocks, positions, strict=True)
+                for block, last in zip(self.row.blocks, last_keys, strict=True)
             ]
         return self._masks[window, dtype]
 
@@ -119,6 +121,7 @@ def packed_attention(
         query: [1, heads, S, D].
         key: [1, key heads, S, D].
         value: [1, key heads, S, D'].
+        packed: the plan of the row; None where the model does not pass it on.
 
     Returns:
         Output [1, S, heads, D'], and None in place of attention weights.
@@ -144,8 +147,8 @@ def packed_attention(
     if (kernel := _varlen_kernel()) and _suits_flash(queries, keys, values):
         return _by_sequence(kernel, packed.row, queries, keys, values, factor, window)[None], None
     if flex := _flex_kernel(query, key, value):
-        mask, shares = packed.block_mask(window), query.shape[1] > key.shape[1]
-        output = flex(query, key, value, block_mask=mask, scale=factor, enable_gqa=shares)
+        mask, shares_keys = packed.block_mask(window), query.shape[1] > key.shape[1]
+        output = flex(query, key, value, block_mask=mask, scale=factor, enable_gqa=shares_keys)
         return output.transpose(1, 2), None
     return _by_block(packed, queries, keys, values, factor, window)[None], None
 
@@ -158,10 +161,11 @@ def _by_block(
     Shapes: query [S, heads, D], key [S, key heads, D], value [S, key heads, D'].
     """
     row = plan.row
-    groups = query.shape[1] // key.shape[1]
-    if query.is_cuda and groups > 1:  # CUDA's kernels take grouped heads only without a mask
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    sharing = query.shape[1] // key.shape[1]  # query heads that share a key head
+    if query.is_cuda and sharing > 1:  # CUDA's kernels take shared heads only without a mask
+        key, value = (states.repeat_interleave(sharing, dim=1) for states in (key, value))
 
+    # A tensor [rows, heads, length, D] for each block, with a sequence in each row.
     queries = _rows(query, row.block_queries, [(block.rows, block.queries) for block in row.blocks])
     shapes = [(block.rows, block.keys) for block in row.blocks]
     keys, values = (_rows(states, row.block_keys, shapes) for states in (key, value))
@@ -176,12 +180,12 @@ def _by_block(
         if suits_products and k.shape[2] <= SHORT:
             output = _by_products(q, k, v, mask, scaling)
         else:
-            shares = q.shape[1] != k.shape[1]
+            shares_keys = q.shape[1] != k.shape[1]
             output = scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shares
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=shares_keys
             )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, row.block_outputs)
+    return torch.cat(outputs).index_select(0, row.block_outputs)  # in the order of the row, without padding
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -200,7 +204,8 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 
 
 def _rows(states: Tensor, positions: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Select the states [S, heads, D] at some positions, as a tensor [rows, heads, length, D] for each of `shapes`."""
+    """Select the states [S, heads, D] at `positions`, and cut them into one tensor [rows, heads, length, D] for each
+    block; `shapes` has the rows and the length of each block."""
     blocks = states.index_select(0, positions).split([rows * length for rows, length in shapes])
     return [block.unflatten(0, shape).transpose(1, 2) for block, shape in zip(blocks, shapes, strict=True)]
 
@@ -226,7 +231,7 @@ def _by_sequence(
         values,
         row.cu_queries,
         row.cu_keys,
-        *row.longest,
+        *row.longest,  # most queries and most keys of a sequence
         scale=scaling,
         window_size=(tokens_before, 0),
     )
@@ -261,7 +266,7 @@ def _suits_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _flex_kernel(query: Tensor, key: Tensor, value: Tensor) -> Flex | None:
-    """Return flex attention where it takes states [1, heads, S, D], on a GPU with one dtype; else None."""
+    """Return flex attention for states [1, heads, S, D]; None on a CPU, for mixed dtypes, or if it does not compile."""
     if not (query.is_cuda and query.dtype == key.dtype == value.dtype):
         return None
     return flex_kernel(query.dtype, query.shape[-1], value.shape[-1], query.shape[1] // key.shape[1])

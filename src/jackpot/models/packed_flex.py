@@ -46,21 +46,22 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
         is_visible = is_visible & (positions[key] <= positions[query])
         return is_visible if window is None else is_visible & (positions[key] > positions[query] - window)
 
-    # For each block of tokens: the sequences in which it begins and ends, and the prompt that its first token sees.
-    first = torch.arange(0, size, BLOCK, device=positions.device)  # [blocks], index of the first token
+    # For each block of tokens, [blocks] each: its first and last token, the sequences of these two, and the prompt that
+    # the first token sees.
+    first = torch.arange(0, size, BLOCK, device=positions.device)
     last = (first + BLOCK - 1).clamp(max=size - 1)
-    begin, end = sequence.index_select(0, first), sequence.index_select(0, last)
-    shared = prompt.index_select(0, first)
+    first_sequence, last_sequence = sequence.index_select(0, first), sequence.index_select(0, last)
+    first_prompt = prompt.index_select(0, first)
 
     # Rows are blocks of queries, columns blocks of keys. Partly visible: a query may see a key. All visible: each query
     # sees each key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
-    has_prompt = (begin <= shared[:, None]) & (shared[:, None] <= end)
-    is_partly_visible = ((end >= begin[:, None]) | has_prompt) & (first <= first[:, None])
-    is_single = begin == end  # [blocks], True where all tokens of a block are of one sequence
+    has_prompt = (first_sequence <= first_prompt[:, None]) & (first_prompt[:, None] <= last_sequence)
+    is_partly_visible = ((last_sequence >= first_sequence[:, None]) | has_prompt) & (first <= first[:, None])
+    is_single = first_sequence == last_sequence  # [blocks], True where all tokens of a block are of one sequence
     is_all_visible = (
         is_single
         & is_single[:, None]
-        & ((begin == begin[:, None]) | (begin == shared[:, None]))
+        & ((first_sequence == first_sequence[:, None]) | (first_sequence == first_prompt[:, None]))
         & (first < first[:, None])
     )
     if window is not None:
@@ -73,8 +74,8 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the True entries of each row of `blocks`, [rows, rows] -> [1, 1, rows], and list the row's columns, those
-    that are True first: [1, 1, rows, rows]."""
+    """Return for each row of `blocks`, [rows, rows], the number of True entries, [1, 1, rows], and the indices of all
+    columns, those of True entries first, [1, 1, rows, rows]."""
     columns = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
@@ -84,14 +85,15 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
     """Return the compiled kernel for heads of these sizes; None, with a warning, where it cannot be compiled.
 
     Args:
-        size, value_size: numbers in a head of the keys and of the values.
+        size: size of a head of the queries and keys.
+        value_size: size of a head of the values.
         groups: query heads that share a key head.
     """
     if importlib.util.find_spec("triton") is None:
         return None
 
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, all pairs would be formed
+    compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it torch would form all pairs
     # Rows of fewer than 128 tokens would get the kernel for decoding, which does not take blocks of varying sizes.
     kernel = partial(compiled, kernel_options={"BACKEND": "TRITON"})
 

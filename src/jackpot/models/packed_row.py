@@ -1,7 +1,7 @@
 """The layout of a micro-batch as one row without padding, and the plan of its attention; both are made on the CPU.
 
-Attention is planned as blocks of rows of similar lengths, each padded to the longest: few blocks mean much padding, and
-many blocks mean many calls.
+The row is a line of sequences: prompts and responses. Attention is planned in blocks, each of sequences of similar
+lengths, padded to the longest of them: few blocks mean much padding, and many blocks mean many calls.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from torch import Tensor
 from jackpot.core.types import AttentionBlock, PackedRow
 
 BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
-# Most different lengths of sequences, in tokens, after which `_split` considers ending a block; lengths are rounded up
-# where there would be more.
+# Most different lengths between which `_split` may cut the sequences into blocks; if sequences have more lengths than
+# that, the lengths are first rounded up.
 MAX_LENGTHS = 48
 
 
 class _Sequence(NamedTuple):
-    """A run of tokens, the queries, which attend causally to each other, and all of them to a prompt before them."""
+    """A run of tokens of the row, its queries, which attend causally to each other, and all to a prompt before them."""
 
-    prompt: int  # index of the first token of the prompt
-    shared: int  # tokens of the prompt that are keys and not among the queries
-    start: int  # index of the first query
-    queries: int
+    prompt_start: int  # index in the row of the first token of the prompt
+    num_shared: int  # number of tokens of the prompt that are keys and not among the queries
+    query_start: int  # index in the row of the first query
+    num_queries: int
 
     @property
-    def keys(self) -> int:
+    def num_keys(self) -> int:
         """Return the number of tokens that the last query attends to."""
-        return self.shared + self.queries
+        return self.num_shared + self.num_queries
 
 
 def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], responses: Sequence[Tensor]) -> PackedRow:
@@ -53,22 +53,29 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
     prompt_ends, starts = [0] * len(responses), [0] * len(responses)
 
     for prompt, indices in zip(prompts, responses_of, strict=True):
-        first, size = total, len(prompt)
+        prompt_start, prompt_size = total, len(prompt)
         pieces.append(torch.tensor(prompt))
-        positions.append(torch.arange(size))
-        total += size
+        positions.append(torch.arange(prompt_size))
+        total += prompt_size
 
         input_lengths = [max(0, lengths[index] - 1) for index in indices]  # without the last token
         is_alone = len(indices) == 1  # a prompt and its only response are one sequence
-        sequences.append(_Sequence(first, 0, first, size + (input_lengths[0] if is_alone else 0)))
+        num_queries = prompt_size + (input_lengths[0] if is_alone else 0)
+        sequences.append(
+            _Sequence(prompt_start=prompt_start, num_shared=0, query_start=prompt_start, num_queries=num_queries)
+        )
 
         for index, length in zip(indices, input_lengths, strict=True):
-            prompt_ends[index], starts[index] = first + size - 1, total
+            prompt_ends[index], starts[index] = prompt_start + prompt_size - 1, total
             if length:
                 pieces.append(responses[index][:length])
-                positions.append(torch.arange(size, size + length))
+                positions.append(torch.arange(prompt_size, prompt_size + length))
                 if not is_alone:
-                    sequences.append(_Sequence(first, size, total, length))
+                    sequences.append(
+                        _Sequence(
+                            prompt_start=prompt_start, num_shared=prompt_size, query_start=total, num_queries=length
+                        )
+                    )
                 total += length
 
     # A response's first token is predicted by the prompt's last, each further token by the one before it.
@@ -81,8 +88,8 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         token_ids=torch.cat(pieces),
         positions=torch.cat(positions),
         predicting=predicting,
-        **_blocks(sequences, torch.tensor(sequences), total),
-        **_sequences(sequences, torch.tensor(sequences)),
+        **_block_fields(sequences, torch.tensor(sequences), total),
+        **_sequence_fields(sequences, torch.tensor(sequences)),
     )
 
 
@@ -99,10 +106,11 @@ def _key_indices(table: Tensor, width: int) -> Tensor:
     return torch.where(nth_key < num_shared, prompt_start + nth_key, query_start + nth_key - num_shared)
 
 
-def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
-    """Plan attention over sequences of their own lengths, in the order of the row."""
-    queries, keys = [sequence.queries for sequence in sequences], [sequence.keys for sequence in sequences]
-    exists = torch.arange(max(keys)) < torch.tensor(keys)[:, None]
+def _sequence_fields(sequences: Sequence[_Sequence], table: Tensor) -> dict:
+    """Return the fields of a `PackedRow` that plan attention without padding; `table` [sequences, 4] has the sequences'
+    own fields."""
+    queries, keys = [sequence.num_queries for sequence in sequences], [sequence.num_keys for sequence in sequences]
+    exists = torch.arange(max(keys)) < torch.tensor(keys)[:, None]  # [sequences, most keys], False on padding
     return {
         "cu_queries": torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
         "cu_keys": torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
@@ -111,38 +119,43 @@ def _sequences(sequences: Sequence[_Sequence], table: Tensor) -> dict:
     }
 
 
-def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
-    """Plan attention in blocks of padded rows, over a row of `size` tokens."""
+def _block_fields(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
+    """Return the fields of a `PackedRow` of `size` tokens that plan attention in padded blocks; `table` [sequences, 4]
+    has the sequences' own fields."""
     blocks, positions = [], []
     queries, keys = [], []
     outputs = torch.empty(size, dtype=torch.int64)
     total = 0  # padded queries of all blocks so far
 
     for is_square in (True, False):
-        candidates = [row for row, sequence in enumerate(sequences) if (sequence.shared == 0) == is_square]
-        for members in _split(sequences, candidates):
-            width, depth = max(sequences[row].queries for row in members), max(sequences[row].keys for row in members)
+        candidates = [index for index, sequence in enumerate(sequences) if (sequence.num_shared == 0) == is_square]
+        for members in _split(sequences, candidates):  # indices of the sequences of one block
+            width = max(sequences[index].num_queries for index in members)
+            depth = max(sequences[index].num_keys for index in members)
             rows = table[members]
-            _, shared, start, lengths = rows.T[..., None]
+            _, num_shared, query_start, num_queries = rows.T[..., None]  # [members, 1] each
 
             # [members, width] each: the index of every query in the packed row, and the place of the last key that the
             # query attends to among the keys of its sequence, from 0. Padding repeats the last query of its sequence.
             columns = torch.arange(width)
-            exists = columns < lengths
-            offsets = torch.minimum(columns, lengths - 1)
-            indices, last = start + offsets, shared + offsets
+            exists = columns < num_queries
+            offsets = torch.minimum(columns, num_queries - 1)
+            indices, last = query_start + offsets, num_shared + offsets
 
             if is_square:
                 last = columns[None]  # as plain causal attention
             elif bool((last == last[:1]).all()):
                 last = last[:1]  # all rows have the same mask
 
+            # Where each query that is no padding stands among the padded queries of all blocks.
             outputs[indices[exists]] = total + torch.arange(len(members) * width).view(-1, width)[exists]
             total += len(members) * width
             queries.append(indices.flatten())
             keys.append(_key_indices(rows, depth).flatten())
             positions.append(last.flatten())
-            blocks.append(AttentionBlock(len(members), width, depth, is_square, len(last)))
+            blocks.append(
+                AttentionBlock(rows=len(members), queries=width, keys=depth, is_square=is_square, masks=len(last))
+            )
 
     return {
         "blocks": tuple(blocks),
@@ -153,40 +166,43 @@ def _blocks(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
     }
 
 
-def _split(sequences: Sequence[_Sequence], rows: Sequence[int]) -> list[list[int]]:
-    """Split the sequences `rows` into blocks of least cost: padded products of queries and keys, plus `BLOCK_COST`.
+def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[int]]:
+    """Split the sequences at `indices` into the blocks of least cost, and return the indices of each block's sequences.
 
-    Blocks are runs of the sequences in the order of their lengths, found by dynamic programming.
+    The cost of a block is its padded products of queries and keys, plus `BLOCK_COST`. A block is a run of the sequences
+    in the order of their lengths; the best runs are found by dynamic programming.
     """
-    if not rows:
+    if not indices:
         return []
 
-    rows = sorted(rows, key=lambda row: (sequences[row].queries, sequences[row].keys))
-    ordered = [sequences[row] for row in rows]
+    indices = sorted(indices, key=lambda index: (sequences[index].num_queries, sequences[index].num_keys))
+    ordered = [sequences[index] for index in indices]
 
-    # A block may end only after the last sequence of a length, rounded up to a multiple of `step`.
-    step = -(-ordered[-1].queries // MAX_LENGTHS)
+    # A group: the sequences of one length, rounded up to a multiple of `step`. A block is one or more whole groups.
+    step = -(-ordered[-1].num_queries // MAX_LENGTHS)
     ends = [
-        index + 1
-        for index, sequence in enumerate(ordered)
-        if index + 1 == len(ordered) or -(-ordered[index + 1].queries // step) > -(-sequence.queries // step)
+        place + 1
+        for place, sequence in enumerate(ordered)
+        if place + 1 == len(ordered) or -(-ordered[place + 1].num_queries // step) > -(-sequence.num_queries // step)
     ]
     starts = [0, *ends[:-1]]
-    depths = [max(sequence.keys for sequence in ordered[start:end]) for start, end in zip(starts, ends, strict=True)]
+    most_keys = [
+        max(sequence.num_keys for sequence in ordered[start:end]) for start, end in zip(starts, ends, strict=True)
+    ]
 
-    # best[n]: the least cost of all sequences of the first n lengths, and the length at which the last block begins.
+    # best[n]: the least cost of the first n groups, and the group at which the last block of this solution begins.
     best: list[tuple[int, int]] = [(0, 0)]
     for last, end in enumerate(ends):
-        width, depth = ordered[end - 1].queries, 0
+        width, depth = ordered[end - 1].num_queries, 0  # most queries and keys of a block from group `first` to `last`
         options: list[tuple[int, int]] = []
         for first in range(last, -1, -1):
-            depth = max(depth, depths[first])
+            depth = max(depth, most_keys[first])
             options.append((best[first][0] + (end - starts[first]) * width * depth + BLOCK_COST, first))
         best.append(min(options))
 
-    blocks, last = [], len(ends)  # read backwards
-    while last:
-        first = best[last][1]
-        blocks.append(rows[starts[first] : ends[last - 1]])
-        last = first
+    blocks, num_groups = [], len(ends)  # from the last block to the first; groups that are in no block yet
+    while num_groups:
+        first = best[num_groups][1]
+        blocks.append(indices[starts[first] : ends[num_groups - 1]])
+        num_groups = first
     return blocks[::-1]

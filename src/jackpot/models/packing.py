@@ -20,7 +20,7 @@ def pack(
     Args:
         rows: prompts with a response each.
         budget: the most tokens of a run; a single longer row makes a run of its own.
-        lengths: gives the tokens of a row's prompt and of its response.
+        lengths: gives the number of tokens of a row's prompt, and that of its response.
         pads: count padding; False to count the tokens of each row, its prompt included.
     """
     run: list[_Row] = []
@@ -42,5 +42,5 @@ def pack(
 
 
 def rollout_lengths(rollout: Rollout) -> tuple[int, int]:
-    """Return the tokens of a rollout's prompt and of its response, as `pack` takes them."""
+    """Return the number of tokens of a rollout's prompt, and that of its response, as `pack` takes them."""
     return len(rollout.prompt.token_ids), len(rollout.token_ids)

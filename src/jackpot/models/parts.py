@@ -1,8 +1,9 @@
 """Files of tensors in parts: each rank writes a part, and any number of ranks reads all parts."""
 
 # Why not torch.distributed.checkpoint: its `HuggingFaceStorageWriter(save_distributed=True)` would spare the gathering,
-# but writes the rows of every rank under the same names. Only torch can read these before another pass over all files
-# joins them. It also has neither checksums nor a way to report a full disk. Its other writer needs pickle.
+# but writes a file of rows for every rank, with the same names of tensors in all files. Only torch can read such files
+# before another pass over all of them joins the rows. The writer also has neither checksums nor a way to report a full
+# disk. The other writer of torch.distributed.checkpoint needs pickle.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,9 +62,9 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
 
 @contextmanager
 def read_parts(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the tensors that `write_part` wrote under a name, in any number of parts, by their names.
+    """Open the files that `write_part` wrote under a name, in any number of parts, and yield all tensors by name.
 
-    They are slices of safetensors files: no tensor is read before it is sliced.
+    The tensors are those of safetensors' `get_slice`: no tensor is read before it is sliced.
     """
     with ExitStack() as opened:
         paths = sorted(folder.glob(f"{name}*.safetensors"))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ARGUMENTS = ("top_k_index", "router_indices")  # transformers' names of the second argument of a layer's experts
+_ARGUMENTS = ("top_k_index", "router_indices")  # transformers' names of the argument with each token's experts
 
 
 def expert_layers(model: nn.Module) -> list[nn.Module]:
@@ -17,7 +17,7 @@ def expert_layers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
-    """Record the experts while the block runs, and yield a function that returns the record and empties it.
+    """Record the experts of each token while the block runs, and yield a function that returns and empties the record.
 
     The function returns the experts of all tokens since its last call, [tokens, layers, experts of a token] int64, in
     ascending order; None for a model without experts. The tokens of each forward pass are in the order of its ids, row
@@ -26,13 +26,13 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
     records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}  # a tensor of each pass
 
     def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Record the experts that a layer is called with, its second argument by place or by name."""
+        """Record the experts that a layer is called with: its second argument, or one with a name of `_ARGUMENTS`."""
         experts = next((kwargs[name] for name in _ARGUMENTS if name in kwargs), None)
         records[layer].append((args[1] if experts is None else experts).sort(dim=-1).values)
 
     def take() -> Tensor | None:
         """Return the record and empty it."""
-        experts = [torch.cat(record).flatten(0, -2) for record in records.values()]
+        experts = [torch.cat(record).flatten(0, -2) for record in records.values()]  # [tokens, experts of a token] each
         for record in records.values():
             record.clear()
         return torch.stack(experts, dim=1) if experts else None

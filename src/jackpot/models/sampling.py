@@ -44,8 +44,8 @@ class Draw(NamedTuple):
     """A drawn token of each row and the row's most probable tokens, on the device of the logits."""
 
     tokens: Tensor  # [N] int64
-    log_probs: Tensor  # [N] float32
-    top_ids: Tensor  # [N, K] int64
+    log_probs: Tensor  # [N] float32, of `tokens`
+    top_ids: Tensor  # [N, K] int64, the most probable token first
     top_log_probs: Tensor  # [N, K] float32, in descending order
 
 
@@ -63,9 +63,12 @@ def draw_tokens(
         uniforms: [N] float64 in [0, 1).
         num_top_log_probs: K.
     """
+    # Rows that are drawn at a time: a few on a CPU, all on a GPU.
     size = max(1, _CHUNK // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
     scores = _scores(logits, temperature, top_k, top_p)
-    draws = [_draw(*rows, num_top_log_probs) for rows in zip(scores.split(size), uniforms.split(size), strict=True)]
+    chunks = zip(scores.split(size), uniforms.split(size), strict=True)
+    draws = [_draw(some_scores, some_uniforms, num_top_log_probs) for some_scores, some_uniforms in chunks]
+    # Join the chunks' draws, field by field.
     return Draw(*map(torch.cat, zip(*draws, strict=True))) if len(draws) > 1 else draws[0]
 
 
@@ -94,7 +97,7 @@ def log_probs_at(logits: Tensor, ids: Tensor, *, temperature: float, top_k: int,
 
 
 def _scores(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Return log-probs up to a constant of each row, [N, V] float32."""
+    """Return scores of the tokens, [N, V] float32: their log-probs, plus a constant in each row."""
     if top_k > 0 or top_p < 1.0:
         return sampling_log_probs(logits, temperature, top_k, top_p)
     return logits if temperature == 1.0 else logits / temperature

@@ -18,7 +18,7 @@ from jackpot.models.device import upload
 from jackpot.models.forward import head_logits, output_layer, pad_tokens, predicting_hidden, token_hidden
 from jackpot.models.sampling import log_probs_at
 
-MAX_LOGITS = 2**22  # logits in memory at once: 16 MiB in float32, 32 MiB in float64, several times that with filters
+MAX_LOGITS = 2**22  # logits in memory at once: 16 MiB in float32, 32 MiB in float64; several times that with top-p
 
 
 class ResponseForward(NamedTuple):
@@ -45,7 +45,7 @@ def forward_responses(
 
 
 def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ResponseForward:
-    """Run the model over rollouts, including the tokens of tools."""
+    """Run the model over the prompts and responses of rollouts, including tokens that tools wrote."""
     prompts = [rollout.prompt.token_ids for rollout in rollouts]
     return forward_responses(model, prompts, [rollout.token_ids.tolist() for rollout in rollouts])
 
@@ -63,6 +63,7 @@ def token_log_probs(
         temperature, top_k, top_p: as in `sampling_log_probs`.
     """
     chunks = [
+        # The ids of n positions as [n, G], with G = 1 where `token_ids` is [N].
         log_probs_at(logits, ids.unsqueeze(-1).flatten(1), temperature=temperature, top_k=top_k, top_p=top_p)
         for logits, ids in logit_chunks(model, hidden, token_ids)
     ]

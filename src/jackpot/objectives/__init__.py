@@ -1,1 +1,1 @@
-"""The papers as pure functions of tensors: OBRS, corrections, advantages, losses and the joint loss of eq. 8."""
+"""The papers as pure functions of tensors: OBRS, corrections, advantages, losses, and Jackpot's joint loss, eq. 8."""

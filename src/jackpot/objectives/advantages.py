@@ -91,7 +91,10 @@ def reinforce_pp(outcomes: Outcomes) -> Tensor:
 
 
 def reinforce_pp_baseline(outcomes: Outcomes) -> Tensor:
-    """Compute A = whiten(r - mean of group), REINFORCE++ with a group baseline, arXiv 2501.03262: [B]."""
+    """Compute A = whiten(r - mean of group), REINFORCE++ with a group baseline, arXiv 2501.03262: [B].
+
+    Mean and standard deviation of `whiten` are over the tokens of the batch: each response counts with its length.
+    """
     return whiten(dr_grpo(outcomes), outcomes.lengths)
 
 

@@ -21,9 +21,9 @@ def in_float64(attend: Attention) -> Attention:
     """Return the attention function `attend` with products and sums in float64, rounded once to the queries' dtype.
 
     A quantized layer turns a difference in the last bit of its input into one of several percent wherever a code flips.
-    So float32 attention, whose sums depend on padding, cache and batch, would undo the gain of the exact product. In
-    float64 such differences are far below the final rounding to float32. So training, which reads whole sequences, has
-    the bits of an engine that decodes token by token.
+    So float32 attention, whose sums depend on padding, cache and batch, would undo what exact products of codes gain.
+    In float64 such differences are far below the final rounding to float32. So training, which reads whole sequences,
+    has the bits of an engine that decodes token by token.
     """
 
     def attention(
@@ -61,7 +61,7 @@ def with_trained_kv(attend: Attention) -> Attention:
     return attention
 
 
-_PROBE = "jackpot_probe"  # value of `config._attn_implementation`
+_PROBE = "jackpot_probe"  # value of `config._attn_implementation` while `reads_what_it_caches` tries a model
 
 
 @torch.no_grad()
@@ -90,12 +90,15 @@ def reads_what_it_caches(model: PreTrainedModel) -> bool:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
 
+    # Attention reads what is cached if its keys and values lie in the memory of the cache.
     states = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     cached = {tensor.untyped_storage().data_ptr() for tensor in states if tensor is not None}
     return {tensor.untyped_storage().data_ptr() for tensor in attended} <= cached
 
 
-_SDPA = "jackpot_trained"  # value of `config._attn_implementation`, for padded rows, with the suffixes below
+# Values of `config._attn_implementation` in training: _SDPA for padded rows or PACKED, then one or both suffixes,
+# _EXACT for float64 and _FP8 for keys and values rounded to FP8.
+_SDPA = "jackpot_trained"
 _EXACT, _FP8 = "_exact", "_fp8"
 
 for _base, _plain in ((_SDPA, sdpa_attention_forward), (PACKED, packed_attention)):

@@ -107,7 +107,7 @@ class CodedWeights(NamedTuple):
         return SCHEMES[self.quantization]
 
     def are_in(self, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Tell whether any of the tensors holds codes; if so, no tensor is cast before it is sent."""
+        """Tell whether any of the tensors holds codes, in which case the engine takes all tensors without a cast."""
         return any(tensor.dtype == self.scheme.weights.codes for _, tensor in tensors)
 
     def shapes(self, weight_shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
@@ -155,6 +155,7 @@ def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) ->
 
     coded, grid = set(quantized_names(model).converted), scheme.weights
     return sum(
+        # The codes, and 4 bytes for the scale of each block.
         shape.numel() * grid.codes.itemsize + 4 * grid.blocks(shape).numel()
         if name in coded
         else shape.numel() * dtype.itemsize

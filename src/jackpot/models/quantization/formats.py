@@ -12,7 +12,7 @@ from jackpot.config.engines import EngineConfig, cache_format
 from jackpot.models.quantization.convert import quantized_names
 from jackpot.models.quantization.quantizer import E4M3, SCHEMES, Grid
 
-# Keys of `layer_formats` for what is no matrix in a layer.
+# Keys of `layer_formats` beside the names of matrices.
 BETWEEN = "norms and what flows between layers"
 CACHE, HEAD = "keys and values", "output layer"
 _KEPT = ", not quantized: "  # stands between the format of a matrix and the reason why it is not quantized
@@ -20,7 +20,7 @@ _KEPT = ", not quantized: "  # stands between the format of a matrix and the rea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFormats:
-    """The settings of a side, an engine or training, that decide its number formats."""
+    """The settings of an engine or of training, here called a side, that decide the side's number formats."""
 
     dtype: str  # dtype of weights and activations
     quantization: str | None = None  # key of `SCHEMES`
@@ -30,13 +30,13 @@ class SideFormats:
 
     @classmethod
     def of(cls, engine: EngineConfig, device: str, autocast: str | None = None) -> "SideFormats":
-        """Return the formats of an engine on a kind of device."""
+        """Return the formats of an engine on a device of the type `device`, such as cuda."""
         settings = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
         return cls(**settings, kv_cache_dtype=cache_format(engine, device), autocast=autocast)
 
 
 class LayerDifference(NamedTuple):
-    """Layers that two sides compute with different number formats."""
+    """Layers that two sides, such as an engine and training, compute with different number formats."""
 
     layers: str  # a name with * in place of the layers' numbers, and how many layers there are
     first: str  # the number format of the first side
@@ -44,7 +44,7 @@ class LayerDifference(NamedTuple):
 
 
 def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
-    """Return the number format of each matrix of a model by its name, and those of cache, output layer and the rest.
+    """Return the number format of each matrix of a model by its name, and those under the keys BETWEEN, CACHE and HEAD.
 
     The model may be on the meta device. The format of a matrix that a quantized side does not quantize is followed by
     the reason.
@@ -70,10 +70,12 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
 
 
 def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[LayerDifference, ...]:
-    """Return the layers whose formats differ in the `layer_formats` of two sides; layers of one name are joined.
+    """Return the layers whose formats differ in the `layer_formats` of two sides, such as an engine and training.
 
-    Formats that differ only in the reason for not quantizing are equal.
+    Layers that differ in their number alone become one entry. Formats that differ only in the reason for not quantizing
+    are equal.
     """
+    # Each difference once, with * in place of the layers' numbers, and how many layers have it.
     counts = Counter(
         (re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight"), first[name], second[name])
         for name in first
@@ -86,5 +88,5 @@ def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tu
 
 
 def _grid(grid: Grid) -> str:
-    """Return codes and block of a grid as a text: `fp8 by 1 x 128`."""
+    """Describe the codes and the blocks of a grid: `fp8 by 1 x 128`."""
     return f"{'fp8' if grid.codes == E4M3 else 'int8'} by {grid.rows or 'all'} x {grid.columns or 'all'}"

@@ -36,7 +36,7 @@ def product_name(device: torch.device, codes: torch.dtype = E4M3) -> ProductName
 
 @cache
 def _has_scaled_mm(index: int | None) -> bool:
-    """Tell whether a GPU multiplies FP8 codes by blocks: Hopper, with cuBLAS 12.9 and a torch that calls it."""
+    """Tell whether a GPU multiplies FP8 codes with a scale for each block: Hopper, cuBLAS 12.9, and a torch for it."""
     recent = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) >= (12, 9)
     return recent and hasattr(torch.nn.functional, "scaled_mm") and torch.cuda.get_device_capability(index) == (9, 0)
 
@@ -61,7 +61,7 @@ def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
             f"({b.grid.codes})"
         )
 
-    rows = b.grid.block(b.codes.shape)[0]
+    rows = b.grid.block(b.codes.shape)[0]  # rows of B that share a scale
     b_scales = b.scales.repeat_interleave(rows, dim=0)[: len(b.codes)]  # [N, blocks along K]
     total = torch.zeros(len(a.codes), len(b.codes), device=a.codes.device)
 

@@ -19,20 +19,20 @@ ScaleFormat = Literal["power_of_two", "float32"]
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # largest |code|; -128 is not used, so that codes are symmetric
 _VARIANTS = 64  # most compiled kernels: they differ by grid, dtype, strides, with gradient or not
-_SMALLEST = 1e-10  # a smaller maximum of a block counts as this, so that a block of zeros has codes of 0
+_SMALLEST = 1e-10  # the least max |x| that a block's scale is computed from, so that a block of zeros has codes of 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """The codes of a quantized matrix, and the blocks that share a scale."""
+    """How a matrix is quantized: the dtype of its codes, the size of the blocks that share a scale, and the scales."""
 
     codes: torch.dtype  # a key of LARGEST
     rows: int | None = None  # rows of a block; None: all rows
     columns: int | None = None  # columns of a block; None: all columns
-    scales: ScaleFormat
+    scales: ScaleFormat  # which numbers may be scales
 
     def block(self, shape: torch.Size) -> tuple[int, int]:
-        """Return rows and columns of a block in a matrix of this shape, [R, C]."""
+        """Return how many rows and how many columns a block has in a matrix of this shape, [R, C]."""
         return self.rows or max(1, shape[0]), self.columns or max(1, shape[1])
 
     def blocks(self, shape: torch.Size) -> torch.Size:
@@ -43,8 +43,8 @@ class Grid:
 class Quantized(NamedTuple):
     """A quantized matrix."""
 
-    codes: Tensor  # [R, C] of grid.codes
-    scales: Tensor  # [ceil(R / rows), ceil(C / columns)] float32, the factors of the codes
+    codes: Tensor  # [R, C], of the dtype grid.codes
+    scales: Tensor  # [ceil(R / grid.rows), ceil(C / grid.columns)] float32, the factor of each block's codes
     grid: Grid
 
 
@@ -88,6 +88,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
 
     Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
     """
+    # Numbers of both signs in 3 x 5 blocks; the largest of a row grows from 1/4 to 4.
     sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
     matrix = sizes * torch.linspace(-1.0, 1.0, 5 * BLOCK, device=device)
 
@@ -112,23 +113,24 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def transposed(quantized: Quantized) -> Quantized:
-    """Return the transpose of a quantized matrix: the same codes in blocks of exchanged sides."""
+    """Return the transpose of a quantized matrix: the same codes and scales, with rows and columns exchanged."""
     codes, scales, grid = quantized
     return Quantized(codes.T.contiguous(), scales.T.contiguous(), replace(grid, rows=grid.columns, columns=grid.rows))
 
 
 def encode(values: Tensor, scales: Tensor | float, codes: torch.dtype) -> Tensor:
-    """Round float32 numbers to codes with known scales, which broadcast."""
+    """Divide float32 numbers by scales, which broadcast, and round the quotients to codes."""
     largest = LARGEST[codes]
     scaled = values / scales
     return (scaled if codes.is_floating_point else scaled.round()).clamp(-largest, largest).to(codes)
 
 
 def block_scales(largest: Tensor, grid: Grid) -> Tensor:
-    """Return the scale of each block from its largest absolute number, float32."""
+    """Return the scale of each block, float32, from the block's largest absolute number."""
     largest, codes = largest.clamp(min=_SMALLEST), LARGEST[grid.codes]
     if grid.scales == "float32":
         return largest / codes
+    # max |x| / L with L = 2 * fraction * 2^(exponent - 1): only the divisor 2 * fraction is no power of two.
     fraction, exponent = math.frexp(codes)
     return next_power_of_two(largest * 2.0 ** (1 - exponent), 2.0 * fraction)
 
@@ -178,7 +180,7 @@ BLOCK = 128  # rows and columns of a block in DeepSeek-V3 (arXiv 2412.19437, 3.3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """The formats in which a linear layer computes. Both matrices are [rows, features in]."""
+    """How a linear layer quantizes its weight and its inputs: each a matrix whose columns are the features in."""
 
     weights: Grid
     activations: Grid | None  # None: activations are not quantized, and weights are dequantized before the product

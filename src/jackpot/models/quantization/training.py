@@ -39,9 +39,9 @@ Forward = Callable[..., Any]
 class CodedProduct(torch.autograd.Function):
     """The product X W^T of codes, [M, N] in the dtype of X; only codes and scales are kept for backward.
 
-    With x and w the numbers that the codes stand for, and g the gradient of the output, `backward` is
-    dequantized: d X = g w, d W = g^T x, as products in the dtype of g;
-    fp8, for FP8 codes alone: d X = q(g) w, d W = q(g^T) q(x^T), where q quantizes in blocks of 1 x 128 along the sum,
+    With x and w the numbers that the codes stand for, and g the gradient of the output, the setting `backward` may be
+    "dequantized": d X = g w, d W = g^T x, as products in the dtype of g; or
+    "fp8", for FP8 codes alone: d X = q(g) w, d W = q(g^T) q(x^T), where q quantizes in blocks of 1 x 128 along the sum,
     which is over features out for d X and over tokens for d W.
     """
 
@@ -68,21 +68,22 @@ class CodedProduct(torch.autograd.Function):
         row_codes, row_scales, weight_codes, weight_scales = ctx.saved_tensors
         rows_grid, weight_grid = ctx.grids
         rows, weight = Quantized(row_codes, row_scales, rows_grid), Quantized(weight_codes, weight_scales, weight_grid)
-        to_inputs = to_weight = None
+        grad_inputs = grad_weight = None
 
         if ctx.backward_mode == "fp8":
             if ctx.needs_input_grad[0]:
-                to_inputs = product(quantize(grad, FP8_TOKEN_BLOCKS), transposed(weight)).to(grad.dtype)
+                grad_inputs = product(quantize(grad, FP8_TOKEN_BLOCKS), transposed(weight)).to(grad.dtype)
             if ctx.needs_input_grad[1]:
                 tokens_last = dequantize(rows, torch.float32).T
-                to_weight = product(quantize(grad.T, FP8_TOKEN_BLOCKS), quantize(tokens_last, FP8_TOKEN_BLOCKS))
+                grad_weight = product(quantize(grad.T, FP8_TOKEN_BLOCKS), quantize(tokens_last, FP8_TOKEN_BLOCKS))
         else:
             if ctx.needs_input_grad[0]:
-                to_inputs = grad @ dequantize(weight, grad.dtype)
+                grad_inputs = grad @ dequantize(weight, grad.dtype)
             if ctx.needs_input_grad[1]:
-                to_weight = grad.T @ dequantize(rows, grad.dtype)
+                grad_weight = grad.T @ dequantize(rows, grad.dtype)
 
-        return to_inputs, None if to_weight is None else to_weight.to(ctx.weight_dtype), None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_dtype)
+        return grad_inputs, grad_weight, None, None, None  # none for rows, grid and backward
 
 
 class CodedLinear(nn.Linear):
@@ -135,13 +136,14 @@ class LastRows:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        # The last input, its version when it was quantized, the dtype that it was cast to, and its codes.
         self._last: tuple[ref[Tensor], int, torch.dtype, Quantized] | None = None
 
     def of(self, inputs: Tensor, dtype: torch.dtype) -> Quantized:
         """Return the codes of inputs [..., K], cast to `dtype` first, as a matrix [M, K]."""
         if self._last is not None:
-            tensor, version, cast, rows = self._last
-            if tensor() is inputs and version == inputs._version and cast == dtype:
+            last_inputs, version, last_dtype, rows = self._last
+            if last_inputs() is inputs and version == inputs._version and last_dtype == dtype:
                 return rows
         with torch.no_grad():
             rows = quantize(inputs.to(dtype).reshape(-1, inputs.shape[-1]), self._grid)
@@ -159,8 +161,8 @@ def train_in_codes(
 ) -> None:
     """Let a model compute as a quantized engine does, in place.
 
-    The linear layers that `quantize_linears` would quantize compute with codes, attention as by `attend_as_engine`, and
-    the rest of the backbone with numbers of `dtype`.
+    The linear layers that `quantize_linears` would quantize compute with codes, attention as after `attend_as_engine`,
+    and the rest of the backbone with numbers of `dtype`.
 
     Args:
         scheme: the engine's scheme, which quantizes activations too.
@@ -218,7 +220,7 @@ def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def _read_by(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose weights a module may read directly, and which are rounded: itself, and all inside.
+    """Return the modules whose weights are rounded while `module` runs, as it may read them: itself, and all inside it.
 
     A module that contains layers reads its own weights alone: where ranks share the weights, only one layer at a time
     has them whole.
@@ -259,7 +261,7 @@ def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dt
 def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
-    """Run a forward in which rounded copies replace the weights of some modules; they pass gradients to the weights."""
+    """Run a forward in which rounded copies replace the weights of some modules; gradients reach the weights."""
     originals = [dict(module._parameters) for module in modules]
     for module in modules:
         parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters

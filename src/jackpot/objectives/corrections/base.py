@@ -24,7 +24,7 @@ from jackpot.objectives.constants import Kappa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionInputs:
-    """The inputs of a correction at every response token. All [B, T], detached; masked entries are ignored."""
+    """The inputs of a correction at every response token. All [B, T] but `by_policy`, detached; masked: ignored."""
 
     rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
     target_log_probs: Tensor  # log p_target, the distribution that the weights align to
@@ -38,8 +38,8 @@ class CorrectionInputs:
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """Return the response mask and, where two models sampled, the mask of each model's tokens: [B, T] bool, by the
-        suffix of a metric's name."""
+        """Return the response mask and, where two models sampled, the mask of each model's tokens, [B, T] bool, under
+        the suffixes of metrics' names: "" for all tokens, `_by_policy` and `_by_rollout_model`."""
         return {"": self.response_mask} | split_by_model(self.response_mask, self.by_policy)
 
     def lam_per_token(self, default: float) -> float | Tensor:
@@ -47,7 +47,8 @@ class CorrectionInputs:
         return default if self.lam is None else torch.where(self.response_mask, self.lam, 1.0)
 
     def acceptance(self, lam: float) -> Tensor:
-        """Return a = min(1, rho / lam): [B, T]; `lam` is the default of `lam_per_token`."""
+        """Return the probability a = min(1, rho / lam) that OBRS accepts each token, rho = p_target / p_inf: [B, T].
+        The argument `lam` applies where no budget chose a lam for each token."""
         return obrs.acceptance(self.rollout_log_probs, self.target_log_probs, self.lam_per_token(lam))
 
     @property
@@ -67,13 +68,13 @@ class CorrectionInputs:
 
 
 class Kappas(NamedTuple):
-    """The factors on Z of one optimizer step: scalars, float64."""
+    """The factors kappa by which one optimizer step multiplies Z: scalars, float64."""
 
     kappa: Tensor  # factor for tokens that the rollout model sampled; for all tokens where one model sampled all
     of_policy: Tensor | None = None  # factor for tokens that the policy sampled, where two models sampled; else None
 
     def by_response(self, by_policy: Tensor | None) -> Tensor:
-        """Return the factor of each response, [B, 1], or a scalar where all have the same.
+        """Return the factor kappa of each response, [B, 1], or a scalar where all responses have the same.
 
         Args:
             by_policy: [B] bool, None where one model sampled all.
@@ -85,7 +86,7 @@ class Kappas(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """The result of a correction. All [B, T], detached, 0 or False where masked."""
+    """The result of a correction, detached. Weights and masks are [B, T], 0 or False where a token is masked."""
 
     weights: Tensor  # factor on the surrogate of an accepted token
     accept_mask: Tensor  # float: 1 where accepted, 0 where rejected; the acceptance a(x) with `mask: expected`
@@ -129,7 +130,7 @@ class Correction:
 
     @property
     def kappas(self) -> Kappas:
-        """Return both factors on Z."""
+        """Return the factors kappa that the weights contain, of both models."""
         return Kappas(self.kappa, self.kappa_of_policy)
 
 
@@ -167,7 +168,7 @@ class CorrectionFn(Protocol):
     def measure(self, inputs: CorrectionInputs) -> Mapping[str, Metric]:
         """Sum over the tokens of a micro-batch the quantities whose totals over a step `apply` needs, named as metrics.
 
-        Return {} where `apply` needs only the overlap, which is measured for every correction (`measured`).
+        Return {} where `apply` needs only the sums of `measure_overlap`, which `measured` adds for every correction.
         """
         ...
 
@@ -175,13 +176,13 @@ class CorrectionFn(Protocol):
         """Compute weights and acceptance mask of a micro-batch (`Correction.of`).
 
         Args:
-            totals: sums over an optimizer step, of `measure` and of the overlap; {} where there are none.
+            totals: sums over an optimizer step, of `measure` and `measure_overlap`; {} where there are none.
         """
         ...
 
 
 def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
-    """Split a mask [B, T] by the model that sampled each response, by the suffix of a metric's name.
+    """Split a mask [B, T] by the model that sampled each response; the keys are the suffixes of each model's metrics.
 
     Args:
         by_policy: [B] bool, True where the policy sampled the response; None where one model sampled all: returns {}.
@@ -193,19 +194,19 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` if they are missing."""
+    """Return the sums of `correction.measure` on a micro-batch, and those of `measure_overlap` if it lacks them."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
 
 def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
-    """Sum how far p_inf and p_target overlap on the sampled tokens, by the names of metrics (docs/metrics.md).
+    """Sum over the sampled tokens the metrics that tell how far p_inf and p_target overlap (docs/metrics.md), by name.
 
     Where Z is exact, the mean of `acceptance_minus_z` is 0 within its standard error: a martingale difference,
     uncorrelated between tokens. Where two models sampled, acceptance and Z of each model's tokens are summed too.
     """
     mask, z, acceptance = inputs.response_mask, inputs.z, inputs.acceptance(lam)
-    return {
+    return {  # `model` is a suffix such as "_by_policy", "" for all tokens
         **{f"obrs/acceptance{model}": Mean.of(acceptance, sampled) for model, sampled in inputs.masks.items()},
         **{f"obrs/z{model}": Mean.of(z.value, sampled) for model, sampled in inputs.masks.items()},
         "obrs/acceptance_minus_z": Mean.of(acceptance - z.value, mask),
@@ -217,12 +218,12 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
 
 
 def no_kappa(device: torch.device) -> Kappas:
-    """Return the factor 1, which leaves Z as it is."""
+    """Return a kappa of 1, which leaves Z as it is."""
     return Kappas(torch.ones((), dtype=torch.float64, device=device))
 
 
 def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
-    """Return kappa = sum of a / sum of Z over an optimizer step, for each model that sampled; 1 without sums."""
+    """Return kappa, sum of acceptance / sum of Z over a step, for each model that sampled; 1 if `totals` is empty."""
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
