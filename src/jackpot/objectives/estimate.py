@@ -113,7 +113,7 @@ def _policy_scores(
 
 
 def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, head: object) -> None:
-    """Raise the DataErrors of `estimate_z` about the engine's lists, `ids` and `top`, and about `scores`, called `name`."""
+    """Raise the DataErrors of `estimate_z` about the engine's lists, `ids` and `top`, and its argument `name`."""
     arguments: dict[str, object] = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
     for argument, tensor in arguments.items():
         if not isinstance(tensor, Tensor):

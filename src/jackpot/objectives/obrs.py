@@ -228,7 +228,7 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound the kept mass of the `unknown` tokens from above, [...]: their p_inf is at most the least in `rollout_top`."""
+    """Bound the kept mass of the `unknown` tokens from above: [...]; their p_inf is at most the least of the top k."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
     kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values

@@ -115,7 +115,7 @@ class QueuedEngine(Engine):
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Have requests generated, which are checked and in flight, and return at once."""
+        """Start to generate requests, which are already checked and in flight, and return at once."""
 
     def take_events(self) -> list[dict[str, Any]]:
         events = list(self._events)
