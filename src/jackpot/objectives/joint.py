@@ -278,7 +278,7 @@ def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutpu
 
 
 def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
-    """Estimate Z at N tokens from both top k; `current` is the `rollout_weights_are_current` of `token_scores`, [N]."""
+    """Estimate Z at N tokens from both models' top k; `current` [N] is `rollout_weights_are_current`."""
     policy = joint.policy
     return obrs.topk_z(
         rollout_top_log_probs=top_log_probs,

@@ -139,7 +139,7 @@ def known_z(z: Tensor) -> ZEstimate:
 
 
 def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
-    """Return kappa = sum a / sum Z_k over the tokens of one optimizer step (section 4.4.2); Z_k is Z by the top k.
+    """Return kappa = sum a / sum Z_k over one optimizer step's tokens (section 4.4.2), Z_k the top-k estimate of Z.
 
     The sum is over a(x), not over the Bernoulli mask: the same expectation with less variance. Kappa corrects the mean
     of Z_k, not the single Z_k. It is 1 where z_sum is 0: without tokens, or without any overlap, where every weight is
@@ -157,10 +157,10 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     """Solve Z(lam) = budget, the expected acceptance, for lam (Theorem 3.4): [..., V] -> [...], float64.
 
     Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0; P_inf and P_target are the
-    probabilities of all tokens with such a rho. With the tokens sorted by
-    rho, lam = P_target(first i tokens) / (budget - P_inf(the other tokens)), for the only i at which this lam lies
-    between rho_i and rho_(i+1). At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho is a
-    solution; the smallest positive rho is returned.
+    probabilities of all tokens with such a rho. With the tokens sorted by rho, lam = P_target(first i tokens) /
+    (budget - P_inf(the other tokens)), for the only i at which this lam lies between rho_i and rho_(i+1). At the
+    largest budget, P_inf(rho > 0), every lam up to the smallest positive rho is a solution; the smallest positive rho
+    is returned.
 
     Raises:
         ValueError: `budget` is outside (0, 1], or above P_inf(rho > 0) somewhere. On CUDA, which is not waited for, the

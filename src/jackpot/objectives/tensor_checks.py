@@ -38,7 +38,7 @@ def described(argument: object) -> str:
 
 
 def check_tensors(mask: object, tensors: Mapping[str, object]) -> None:
-    """Raise the DataErrors of `correct` about types, shapes, dtypes and devices of its arguments, `tensors` by name."""
+    """Raise the DataErrors of `correct` on types, shapes, dtypes and devices; `tensors` are its arguments by name."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
         text = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else described(mask)
         raise DataError(
@@ -129,9 +129,11 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     """
     count, log_ratio = mask.sum(), torch.where(mask, target - rollout, 0.0).double()
     inverse = torch.where(mask, (-log_ratio).exp(), 0.0)
-    mean = inverse.sum() / count
+    mean = inverse.sum() / count  # of 1 / rho; `error` is its standard error
     error = ((inverse.square().sum() / count - mean.square()).clamp(min=0.0) / count).sqrt()
 
+    # Shifted: the log-probs of one model correlate better with the other's at the token before or after. `pairs` are
+    # tokens whose next token was sampled too.
     pairs, unshifted = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
     shifted = torch.maximum(
         _correlation(rollout[:, 1:], target[:, :-1], pairs), _correlation(rollout[:, :-1], target[:, 1:], pairs)

@@ -6,8 +6,8 @@ OBRS, eq. 5 and Algorithm 1, rejects a token by a Bernoulli mask m of mean a and
     w      = min(kappa Z max(lam, rho), c1) * r2                r2 = min(p_proximal / p_target, c2)
     kappa  = sum of a over the step / sum of Z over the step    section 4.4.2
 
-In words: the larger lam is, the more tokens are rejected; Z is the mean of a over all tokens that could follow the
-prefix, and kappa makes the mean of estimates of Z right; c1 and c2 are caps.
+In words: the larger lam is, the more tokens are rejected; Z is the mean of a over the tokens that may be sampled after
+a prefix, and kappa makes the mean of estimates of Z right; c1 and c2 are caps.
 
 r2 moves the weight from the target to the point that PPO's ratio starts from: p_old / p_target in the paper, exactly 1
 where both are the same. docs/corrections.md says in which part each correction differs from `tis`, `none` and `obrs`.
@@ -21,7 +21,7 @@ from torch import Tensor
 from jackpot.objectives.corrections.formula import Weighed
 from jackpot.objectives.obrs import accept, weight
 
-MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by setting: makes the mask of acceptance and uniforms
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by setting: makes the mask from acceptance, uniforms
     "sampled": lambda acceptance, uniforms: accept(acceptance, uniforms).to(acceptance.dtype),
     "expected": lambda acceptance, uniforms: acceptance,
 }

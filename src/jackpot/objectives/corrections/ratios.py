@@ -135,7 +135,7 @@ def min_prefix(log_ratio: Tensor, response_mask: Tensor, cap: float) -> Weighed:
     the first two tokens, up to the cap. From the third token on it is biased against late tokens, as the mean of the
     smallest of several ratios is below 1.
     """
-    # Logs of the smallest ratio up to each token, and of that before it: inf before the first sampled token.
+    # Log of the smallest ratio up to each token, itself included in `smallest` alone; inf where there is none yet.
     smallest = torch.where(response_mask, log_ratio, torch.inf).cummin(-1).values
     smallest_before, log_cap = pad(smallest[:, :-1], (1, 0), value=torch.inf), math.log(cap)
     log_weight = log_ratio + torch.where(smallest_before.isposinf(), 0.0, smallest_before)

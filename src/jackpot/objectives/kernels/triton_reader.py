@@ -293,6 +293,7 @@ class TritonReader(TileReader):
                 if column is not None:
                     coefficients[i, j] = column
 
+        # A head without gradient passes the logits in place of memory that is not written.
         out = [logits if target is None else target.out for target in gradients]
         is_pair, trains = len(tiles) == 2, [target is not None for target in gradients]
         arguments, flags = _operands(tiles)

@@ -133,6 +133,7 @@ def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None])
         rollouts |= {rollout.uid: rollout for rollout in finished}
         sign()
 
+    # A rollout is sent as a tuple: why it ended, then its columns of tokens.
     read_columns = attrgetter("finish", *TOKEN_COLUMNS)
     rows = [read_columns(rollouts[request.uid]) for request in requests]
     return {"rollouts": rows, "drafts": asdict(engine.take_draft_counts())}
@@ -180,7 +181,7 @@ class NewestWeights(dict[str, SentWeights]):
 
 
 class HostPeer(Peer):
-    """The asking side of one host, which sends requests to the host and brings the host to the newest weights."""
+    """The side of this process towards one host: it sends the host requests and brings it to the newest weights."""
 
     weights: NewestWeights | None
 

@@ -74,10 +74,9 @@ class InFlightRequests:
 
 
 class QueuedEngine(Engine):
-    """An engine with a record of its requests and checks before its calls, wherever and whenever it generates.
+    """An engine that records its requests in flight and checks each call first; how it generates, a subclass decides.
 
-    A subclass generates. It sets `_capabilities` before the first request, and `_is_asleep` to False when it gets
-    weights.
+    The subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
     """
 
     _capabilities: Capabilities
