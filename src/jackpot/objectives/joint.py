@@ -221,7 +221,7 @@ def token_scores(
 
 
 def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probs under a head that is renormalized on the ids to which the engine's lists give a probability.
+    """Compute log-probs under a head, renormalized at each position on ids that the engine gives a probability above 0.
 
     Args:
         head: head over the N tokens of the response mask.
@@ -515,8 +515,8 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
 def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> Sums:
     """Measure both models, and how far engine, rollout model and policy lie apart, before any correction."""
     mask = batch.response_mask
-    log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)
-    moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)
+    log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)  # log p_old / p_inf
+    moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)  # log p_old / p_new
     return mismatch(log_ratio, mask, batch.by_policy) | {
         "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
         "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),

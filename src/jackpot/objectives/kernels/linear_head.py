@@ -80,7 +80,7 @@ class JointOutput:
         )
 
 
-register_dataclass(HeadOutput)  # FSDP reads a module's output as a pytree, and so finds its tensors
+register_dataclass(HeadOutput)  # FSDP reads a module's output as a pytree, and so finds the output's tensors
 register_dataclass(JointOutput)
 
 

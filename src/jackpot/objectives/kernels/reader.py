@@ -38,7 +38,7 @@ class TileSums(NamedTuple):
     moment: Tensor | None  # t, the sum of e^(l - m) (l - m), for the entropy; None where it is not needed
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
     gap: Tensor | None  # g of this head's distribution against the other's; None for one head
-    max_at_masked: Tensor | None  # largest logit where the other head's is -inf; None if that head has none
+    max_at_masked: Tensor | None  # largest logit where the other head's is -inf; None if no logit can be -inf
 
 
 class GradCoefficients(NamedTuple):

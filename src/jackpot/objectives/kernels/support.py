@@ -66,10 +66,9 @@ class _RowProducts(torch.autograd.Function):
     def forward(
         ctx: _Context, dtype: torch.dtype, operands: torch.dtype, columns: Tensor, hidden: Tensor, weight: Tensor
     ) -> Tensor:
-        """Multiply each hidden state by the rows `columns` [N, G] of the weight: [N, G] in `dtype`.
+        """Round hidden [N, H] and weight [V, H] to `operands`; multiply each hidden state by the weight's rows `columns`.
 
-        Args:
-            operands: dtype to which hidden [N, H] and weight [V, H] are rounded before.
+        The products are [N, G] in `dtype`, as `columns` is [N, G].
         """
         ctx.save_for_backward(columns, hidden, weight)
         ctx.dtype, ctx.operands = dtype, operands

@@ -78,14 +78,12 @@ def _ids(block_indices: Tensor, columns: Tensor) -> Tensor:
 
 
 class RunningTopK:
-    """The K largest numbers of rows that come piece by piece, with the numbers of further tensors at the same ids.
-
-    Shapes: `seen` is how many numbers of each row have come so far.
-    """
+    """The K largest numbers of rows that come piece by piece, with the numbers of further tensors at the same ids."""
 
     def __init__(self, k: int) -> None:
         self._k = k
-        self._columns: list[Tensor] = []  # [N, min(K, seen)] each: values, largest first; ids; then the `companions`
+        # Values, largest first; ids; then the `companions`: [N, min(K, seen)] each, of `seen` numbers of a row so far.
+        self._columns: list[Tensor] = []
 
     @property
     def values(self) -> Tensor:

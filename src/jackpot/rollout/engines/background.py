@@ -36,7 +36,7 @@ class BackgroundEngine(QueuedEngine):
     """
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
-        """Return finished rollouts as `Engine.collect` does; if generation has failed, raise after the last.
+        """Return finished rollouts as `Engine.collect` does; if generation has failed, raise once all are returned.
 
         Raises:
             EngineError: the engine is closed or has failed, or `n` is negative.

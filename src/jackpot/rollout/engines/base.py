@@ -41,7 +41,7 @@ class Capabilities:
     # True where the engine does not sample from the distribution of the weights that it was sent, because it computes
     # with quantized numbers, or accepts more drafts than the exact rule does (lam below 1)
     quantized: bool
-    # Name of the number formats of its linear layers and its cache of keys and values. Training in these formats
+    # Name of the number formats of the engine's linear layers and key-value cache. Training in these formats
     # (`precision: fp8`) computes the same bits on a CPU, but for rounding in the output layer. None: no training does.
     number_formats: str | None = None
     coded_weights: CodedWeights | None = None  # weights that may be sent quantized, as codes and scales; None: none
