@@ -7,10 +7,9 @@ OBRS, eq. 5 and Algorithm 1, rejects a token by a Bernoulli mask m of mean a and
     kappa  = sum of a over the step / sum of Z over the step    section 4.4.2
 
 In words: the larger lam is, the more tokens are rejected; Z is the mean of a over the tokens that may be sampled after
-a prefix, and kappa makes the mean of estimates of Z right; c1 and c2 are caps.
-
-r2 moves the weight from the target to the point that PPO's ratio starts from: p_old / p_target in the paper, exactly 1
-where both are the same. docs/corrections.md says in which part each correction differs from `tis`, `none` and `obrs`.
+a prefix, and kappa makes the mean of estimates of Z right; c1 and c2 are caps. r2 moves the weight from the target to
+the point that PPO's ratio starts from: p_old / p_target in the paper, exactly 1 where both are the same.
+docs/corrections.md says in which part each correction differs from `tis`, `none` and `obrs`.
 """
 
 from collections.abc import Callable

@@ -66,7 +66,7 @@ class _RowProducts(torch.autograd.Function):
     def forward(
         ctx: _Context, dtype: torch.dtype, operands: torch.dtype, columns: Tensor, hidden: Tensor, weight: Tensor
     ) -> Tensor:
-        """Round hidden [N, H] and weight [V, H] to `operands`; multiply each hidden state by the weight's rows `columns`.
+        """Round hidden [N, H] and weight [V, H] to `operands`, and multiply each hidden state by the rows `columns`.
 
         The products are [N, G] in `dtype`, as `columns` is [N, G].
         """
