@@ -1,4 +1,4 @@
-"""An estimate of Z at every position, from an engine's top-k log-probs and the policy's distribution.
+"""An estimate of Z, the mean acceptance of OBRS, from an engine's top-k log-probs and the policy's distribution.
 
 It is for another framework's training loop; ours reads Z from the joint head (`kernels/linear_head.py`).
 """
@@ -33,8 +33,8 @@ def estimate_z(
     """Estimate Z of every position from the top-k log-probs of the engine that sampled, and the policy's distribution.
 
     Give the policy's logits, or its last hidden states and its output layer, from which the logits are formed tile by
-    tile. The estimate is a lower bound unless K is the whole vocabulary; `correct` multiplies it by kappa, so that its
-    mean is right.
+    tile. The estimate of Z = sum_x min(p_inf(x), p_policy(x) / lam) is a lower bound unless K is the whole vocabulary;
+    `correct` multiplies it by kappa, so that its mean is right.
 
     Args:
         rollout_top_ids: [..., K] int64, the engine's most probable tokens at each position; at masked positions any K
@@ -83,6 +83,7 @@ def estimate_z(
             lam=lam,
         )
 
+        # The logits may be shifted by a token: see whether both models' most probable tokens agree better when shifted.
         is_usable = _is_distribution(ids, top)
         if ids.dim() > 1 and top.shape[-1]:
             best = ids.gather(-1, top.argmax(-1, keepdim=True))[..., 0]
@@ -91,7 +92,7 @@ def estimate_z(
 
 
 def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
-    """Return whether the ids of each list, [..., K], differ and its probabilities sum to at most 1: bool [...]."""
+    """Return whether each list [..., K] names no token twice and has probabilities of at most 1 in sum: bool [...]."""
     absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # distinct ids in place of absent tokens
     named = torch.where(top > -torch.inf, ids, absent).sort(-1).values
     return (named.diff(dim=-1) != 0).all(-1) & (top.float().exp().sum(-1) <= _MASS)
@@ -112,7 +113,7 @@ def _policy_scores(
 
 
 def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, head: object) -> None:
-    """Raise the DataErrors of `estimate_z` about its lists `ids` and `top`, and the `scores` of that name."""
+    """Raise the DataErrors of `estimate_z` about the engine's lists, `ids` and `top`, and its argument `name`."""
     arguments: dict[str, object] = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
     for argument, tensor in arguments.items():
         if not isinstance(tensor, Tensor):

@@ -50,7 +50,7 @@ class PolicyObjective:
     count: str  # key of `COUNTS`: which tokens the denominator counts
     entropy_coeff: float  # weight of the entropy bonus, nats
     kl_loss_coef: float  # weight of KL(policy || reference), nats
-    kappa_tolerance: float  # relative error of the gradient above which the weights of `kappa: auto` are repaired
+    kappa_tolerance: float  # largest relative error of the gradient that `kappa: auto` leaves (`KappaRepair`)
     regresses: bool = False  # whether the surrogate has a gradient even where the advantage is 0, as that of `oapl`
 
     @property
@@ -59,7 +59,7 @@ class PolicyObjective:
         return self.entropy_coeff > 0.0 or self.kl_loss_coef > 0.0 or self.regresses
 
     def surrogate_of(self, log_probs: Tensor, proximal_log_probs: Tensor, batch: TokenBatch) -> Surrogate:
-        """Compute the surrogate of every token of a batch from the policy's log-probs, [B, T] each."""
+        """Compute the surrogate of every token from log-probs of the policy and of the proximal point, [B, T] each."""
         mask, clips = batch.response_mask, (self.clip_low, self.clip_high)
         return self.surrogate(log_probs, proximal_log_probs, batch.advantages, mask, *clips)
 
@@ -114,7 +114,7 @@ class OldLogProbs:
 
     @classmethod
     def of(cls, scores: TokenScores) -> "OldLogProbs":
-        """Take log-probs and Z, detached, from a forward pass: the old ones, if no update on the batch came before."""
+        """Take log-probs and Z, detached, from a forward pass; they are the old ones if no update came before."""
         return cls(
             old_log_probs=scores.log_probs.detach(),
             rollout_model_old_log_probs=scores.rollout_model_log_probs.detach(),
@@ -125,15 +125,15 @@ class OldLogProbs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyTerms:
-    """The terms of the policy's loss on a micro-batch, all but the correction. All [B, T].
+    """The terms of the policy's loss on a micro-batch that do not depend on the correction. All [B, T].
 
-    The sums of a whole optimizer step may be known only after the backward passes of its micro-batches. So the terms
-    are kept without their graph (`detach`), and `policy_report` reads them with the correction of the final sums.
+    The correction may depend on sums over the optimizer step that are known only after the backward passes. So the
+    terms are kept without their graph (`detach`), until `policy_report` reads them with the final correction.
     """
 
     inputs: CorrectionInputs
-    surrogate: Tensor  # S of each token, after PPO's clip; carries the policy's gradient until `detach`
-    regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, with gradient as above; 0 where both are 0
+    surrogate: Tensor  # surrogate S of each token, PPO's clip included; carries the policy's gradient until `detach`
+    regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, also with gradient; 0 where both weights are 0
     clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
 
     def detach(self) -> "PolicyTerms":
@@ -143,7 +143,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointLoss:
-    """The numerators of one micro-batch's losses; each is divided by the step's sum of its denominator."""
+    """The numerators of one micro-batch's losses; each is divided by its denominator's sum over the optimizer step."""
 
     policy: Tensor  # scalar numerator of eq. 5, with gradient
     rollout_model_ppo: Tensor  # scalar numerator of eq. 6, with gradient; 0 where no rollout model is trained
@@ -176,7 +176,7 @@ def token_scores(
     distill: Distillation | None,
     reference_kl: Tensor | None = None,
 ) -> TokenScores:
-    """Arrange the head's outputs [N] as [B, T] and estimate Z. A policy without a rollout model stands for both models.
+    """Arrange the head's outputs [N] as [B, T] and estimate Z; without a rollout model the policy stands for it too.
 
     Args:
         head: output for the N tokens of the response mask, in row-major order.
@@ -221,7 +221,7 @@ def token_scores(
 
 
 def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute log-probs under a head that is renormalized on the ids to which the engine's lists give a probability.
+    """Compute log-probs under a head, renormalized at each position on ids that the engine gives a probability above 0.
 
     Args:
         head: head over the N tokens of the response mask.
@@ -271,14 +271,14 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
-    """Let the policy stand for p_inf at the tokens that it sampled itself, `by_policy` [N] bool; keep the KLs."""
+    """Make the policy itself the sampler in Z at tokens that it sampled (`by_policy`, [N] bool); keep the KLs."""
     itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
     return replace(joint, fill_ins=torch.where(by_policy[:, None], itself, joint.fill_ins), exact_z=exact_z)
 
 
 def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
-    """Estimate Z at N tokens from the engine's and the policy's top k; arguments as in `token_scores`."""
+    """Estimate Z at N tokens from both models' top k; `current` [N] is `rollout_weights_are_current`."""
     policy = joint.policy
     return obrs.topk_z(
         rollout_top_log_probs=top_log_probs,
@@ -312,15 +312,16 @@ def check_exact(rollout_weights_are_current: Tensor, response_mask: Tensor) -> N
 
 
 def _exact(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
-    """Take the Z at N tokens that the joint head summed over the whole vocabulary."""
+    """Return the Z of N tokens that the joint head summed over the whole vocabulary; only `joint` is read."""
     if joint.exact_z is None:
         raise ValueError("normalizer 'exact', but joint.exact_z is None: give lam to the joint head, or use 'topk'")
     return obrs.known_z(joint.exact_z)
 
 
-# The ways to estimate Z, by the setting `normalizer`; and the tokens that a loss's denominator counts, [B, T], by the
-# setting `count`, as functions of a correction and the response mask.
-NORMALIZERS = {"topk": _topk, "exact": _exact}
+NORMALIZERS = {"topk": _topk, "exact": _exact}  # the ways to estimate Z, by the setting `normalizer`
+
+# The weight of each token in a loss's denominator, [B, T], by the setting `count`: functions of a correction and the
+# response mask.
 COUNTS: dict[str, Callable[[Correction, Tensor], Tensor]] = {
     "proposed": lambda correction, mask: mask.to(correction.accept_mask.dtype),
     "accepted": lambda correction, mask: correction.accept_mask,
@@ -328,14 +329,14 @@ COUNTS: dict[str, Callable[[Correction, Tensor], Tensor]] = {
 
 
 def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """Return the log-probs [B, T], detached, by the names that settings give a target or a proximal point."""
+    """Return log-probs [B, T], detached, by the names that the settings `target` and `proximal` choose from."""
     return {"old": old, "new": current.detach(), "rollout": rollout}
 
 
 def measured_inputs(
     objective: PolicyObjective, batch: TokenBatch, old: OldLogProbs, now: OldLogProbs
 ) -> tuple[CorrectionInputs, Sums]:
-    """Return the inputs of the policy's correction on a micro-batch, and the sums over them that it needs (`measured`).
+    """Return the inputs of the policy's correction on a micro-batch, and their sums, which it needs over a whole step.
 
     Args:
         now: the current models' log-probs, by `OldLogProbs.of`; `old` where neither target nor proximal point is "new".
@@ -514,8 +515,8 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
 def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> Sums:
     """Measure both models, and how far engine, rollout model and policy lie apart, before any correction."""
     mask = batch.response_mask
-    log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)
-    moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)
+    log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)  # log p_old / p_inf
+    moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)  # log p_old / p_new
     return mismatch(log_ratio, mask, batch.by_policy) | {
         "mismatch/kl_rollout_policy": Mean.of(scores.kl_rollout_policy, mask),
         "mismatch/kl_policy_rollout": Mean.of(scores.kl_policy_rollout, mask),

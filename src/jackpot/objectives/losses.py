@@ -41,7 +41,7 @@ def clip_share(
 class Surrogate(NamedTuple):
     """The objective of each token, which training maximizes, and where the clip changed its gradient. Both [B, T]."""
 
-    value: Tensor  # S, carries the gradient of the policy
+    value: Tensor  # the objective S, carries the gradient of the policy
     clipped: Tensor  # bool, True where the clip changed the gradient
 
 
@@ -60,7 +60,7 @@ def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, 
 
 
 def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """Compute min(s A, clip(s) A) with s = (prod r_u)^(1/n) over the n sampled tokens u of the response.
+    """Compute min(s A, clip(s) A), s the geometric mean of r = p_new / p_proximal over a response's sampled tokens.
 
     GSPO-token, arXiv 2507.18071 section 4.3: s_t = SG(s) p_new / SG(p_new), which has the value of s and the gradient
     of the token. Averaged over a response whose tokens have one advantage, value and gradient are those of GSPO, eq. 5.
@@ -72,7 +72,7 @@ def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
 
 
 def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """Compute A (prod r'_u)^(1/n), with r' a token's ratio after PPO's one-sided clip by the sign of A.
+    """Compute A times the geometric mean over a response of r', a token's ratio after PPO's clip by the sign of A.
 
     GMPO, arXiv 2507.20673 (its code: callsys/GMPO, train_zero_math_gmpo.py, commit 1f7b092; verl's `geo_mean`), written
     for single tokens as in `_gspo`: the value is that of the response; a token's gradient goes through its own
@@ -108,17 +108,18 @@ def oapl(
     high: float,
     beta: float = 1.0,
 ) -> Surrogate:
-    """Compute -(beta log R - A)^2 / (2 beta) of a response, R = p_new / p_proximal, shared by its n sampled tokens.
+    """Compute -(beta log R - A)^2 / (2 beta) of a response, R = p_new / p_proximal, divided among its n sampled tokens.
 
     OAPL, arXiv 2602.19362: with the sampler as the proximal point and A from `advantages.oapl`, this regresses
     beta log p_new / p_inf of the response on the optimal advantage, without any importance ratio. The optimum is
-    p_new = p_inf e^(r / beta) / sum p_inf e^(r / beta). The factor 1 / (2 beta) is ours: with it the gradient's factor
-    is A minus beta log R, of the size of the other surrogates'. Nothing is clipped.
+    p_new = p_inf e^(r / beta) / sum p_inf e^(r / beta), with the reward r. The factor 1 / (2 beta) is ours: with it
+    the gradient's factor is A minus beta log R, of the size of the other surrogates'. Nothing is clipped.
     """
     log_ratio = torch.where(mask, log_probs - proximal, 0.0).detach()
-    missing = advantages - beta * log_ratio.sum(-1, keepdim=True)
-    value = -missing.square() / mask.sum(-1, keepdim=True).clamp(min=1) / (2.0 * beta)
-    return Surrogate(value + missing * (log_probs - log_probs.detach()), torch.zeros_like(mask))
+    residual = advantages - beta * log_ratio.sum(-1, keepdim=True)
+    value = -residual.square() / mask.sum(-1, keepdim=True).clamp(min=1) / (2.0 * beta)
+    # The second term is 0 and gives each token its gradient, residual * d log p_new.
+    return Surrogate(value + residual * (log_probs - log_probs.detach()), torch.zeros_like(mask))
 
 
 SurrogateFn = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Surrogate]
@@ -126,7 +127,7 @@ SURROGATES: dict[str, SurrogateFn] = {"ppo": _ppo, "gspo": _gspo, "gmpo": _gmpo,
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return min(r A, clip(r) A), [B, T]."""
+    """Return min(r A, clip(r) A), PPO's clipped objective of the ratios r: [B, T]."""
     bound = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
 
     # Not torch.minimum of the two: where r is exactly a bound, versions of torch differ in the gradient of clamp.
@@ -202,12 +203,12 @@ DISTILLATIONS: dict[str, Distillation] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return (log p - log p_reference)^2 / 2 of sampled tokens, whose expected gradient under p is that of the KL."""
+    """Return (log p - log p_reference)^2 / 2 of sampled tokens; under p, its mean gradient is that of the KL."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 
 def k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return r - 1 - log r, r = p_reference / p of sampled tokens, never negative: GRPO's, arXiv 2402.03300 eq. 4."""
+    """Return r - 1 - log r, r = p_reference / p: GRPO's estimate of KL(p || p_reference), arXiv 2402.03300 eq. 4."""
     log_ratio = reference_log_probs - log_probs
     return log_ratio.exp() - 1.0 - log_ratio
 

@@ -1,8 +1,8 @@
 """The metrics of a micro-batch: the mismatch before the correction, the correction itself, and PPO's clip.
 
 Every correction has the same metrics, over all response tokens, before any masking: a metric over the accepted tokens
-alone would hide the rejected ones. All entries are sums that add up (`core.metrics`). docs/metrics.md says what each
-means and which values are healthy.
+alone would hide the rejected ones. All are kept as sums that add up over micro-batches (`core.metrics`).
+docs/metrics.md says what each means and which values are healthy.
 """
 
 import torch
@@ -96,7 +96,7 @@ def correction_metrics(
     }
     groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
     models = split_by_model(mask, inputs.by_policy)
-    overlap = {f"obrs/acceptance{model}" for model in ("", *models)}
+    measured_elsewhere = {f"obrs/acceptance{model}" for model in ("", *models)}  # by `measure_overlap`
     sums = means(columns, groups | models | _position_masks(mask))
 
     # Z is at most min(1, 1 / lam). Where kappa Z exceeds that, beyond two standard errors of kappa, kappa is too large.
@@ -107,7 +107,7 @@ def correction_metrics(
         "obrs/acceptance_variance": (z * (1.0 - z)).clamp(min=0.0),
     }
     return {
-        **{name: entry for name, entry in sums.items() if name not in overlap},
+        **{name: metric for name, metric in sums.items() if name not in measured_elsewhere},
         **means(whole, {"": mask}),
         **{f"obrs/kappa{model}": Mean.of(whole["obrs/kappa"], sampled) for model, sampled in models.items()},
         "obrs/acceptance_by_response": ClusteredMean.of(acceptance - z, mask),
@@ -118,7 +118,7 @@ def correction_metrics(
 
 
 def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap: Sums, has_z: bool) -> Sums:
-    """Measure a correction and the mismatch before it in few numbers, for the log of another framework.
+    """Measure a correction, and the mismatch that it corrects, in few metrics, for the log of another framework.
 
     Args:
         overlap: sums of `measured` over the same tokens.
@@ -167,7 +167,7 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
 
 
 def lag(batch: TokenBatch, version: Version) -> Sums:
-    """Measure the lag of each token: how many optimizer steps each model took since the token's, up to `version`."""
+    """Measure each token's lag: the optimizer steps of each model between the token's version and `version`."""
     sums: Sums = {}
     for role, now, then in zip(Version._fields, version, batch.versions.unbind(-1), strict=True):
         steps = (now - then).double()
@@ -177,6 +177,6 @@ def lag(batch: TokenBatch, version: Version) -> Sums:
 
 
 def _position_masks(mask: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """Split the mask [B, T] by bands of positions; positions count all response tokens, those of tools too."""
+    """Split the mask [B, T] by bands of positions, by the end of a metric's name; positions count tools' tokens too."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return {f"{prefix}_at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}

@@ -81,9 +81,9 @@ def topk_z(
 ) -> ZEstimate:
     """Estimate Z from the two top-k sets (section 4.4.1), with bounds on the tokens outside them.
 
-    K = topk(p_inf); both probabilities of its tokens are known. N = topk(p_target) without K; p_inf of its tokens is
+    S = topk(p_inf); both probabilities of its tokens are known. N = topk(p_target) without S; p_inf of its tokens is
     known only where `fill_valid` is True: there `fill_ins` is their log p_inf, computed again with the weights that
-    sampled. With m = 1 - p_inf(known tokens), q the smallest p_inf > 0 in K, and t = 1 - p_target(K and N):
+    sampled. With m = 1 - p_inf(known tokens), q the smallest p_inf > 0 in S, and t = 1 - p_target(S and N):
 
         lower = sum over known x of min(p_inf, p_target/lam)
         upper = lower + min(m, sum over unknown x in N of min(q, p_target/lam) + min(m, t/lam))
@@ -117,22 +117,29 @@ def topk_z(
     # The most that all other tokens can add: the upper bound.
     rest = 1.0 - rollout_mass  # m
     target_rest = (1.0 - target_on_rollout - _masked_mass(target_top_log_probs, is_new)).clamp(min=0.0)  # t
-    scale = _like(lam.squeeze(-1) if isinstance(lam, Tensor) else lam, known)
+    scale = _like(lam.squeeze(-1) if isinstance(lam, Tensor) else lam, known)  # lam as a tensor
     unknown_mass = _unknown_mass(rollout_top_log_probs, target_top_log_probs, unknown, lam)
     missing = torch.minimum(rest, unknown_mass + torch.minimum(rest, target_rest / scale))
     ceiling = (1.0 / scale).clamp(max=1.0)
     upper = torch.minimum(known + missing, torch.maximum(ceiling, known))
-    return ZEstimate(known, known, upper, rollout_mass, target_mass, fill_valid.to(known.dtype))
+    return ZEstimate(
+        value=known,
+        lower=known,
+        upper=upper,
+        rollout_mass=rollout_mass,
+        target_mass=target_mass,
+        union=fill_valid.to(known.dtype),
+    )
 
 
 def known_z(z: Tensor) -> ZEstimate:
     """Return an exactly known Z, [...], as an estimate whose bounds meet."""
     ones = torch.ones_like(z)
-    return ZEstimate(z, z, z, ones, ones, ones)
+    return ZEstimate(value=z, lower=z, upper=z, rollout_mass=ones, target_mass=ones, union=ones)
 
 
 def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
-    """Return kappa = sum a / sum Z_k over the tokens of one optimizer step (section 4.4.2), from both sums. Scalars.
+    """Return kappa = sum a / sum Z_k over one optimizer step's tokens (section 4.4.2), Z_k the top-k estimate of Z.
 
     The sum is over a(x), not over the Bernoulli mask: the same expectation with less variance. Kappa corrects the mean
     of Z_k, not the single Z_k. It is 1 where z_sum is 0: without tokens, or without any overlap, where every weight is
@@ -149,10 +156,11 @@ def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: 
 def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
     """Solve Z(lam) = budget, the expected acceptance, for lam (Theorem 3.4): [..., V] -> [...], float64.
 
-    Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0. With the tokens sorted by
-    rho, lam = P_target(first i tokens) / (budget - P_inf(the other tokens)), for the only i at which this lam lies
-    between rho_i and rho_(i+1). At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho is a
-    solution; the smallest positive rho is returned.
+    Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0; P_inf and P_target are the
+    probabilities of all tokens with such a rho. With the tokens sorted by rho, lam = P_target(first i tokens) /
+    (budget - P_inf(the other tokens)), for the only i at which this lam lies between rho_i and rho_(i+1). At the
+    largest budget, P_inf(rho > 0), every lam up to the smallest positive rho is a solution; the smallest positive rho
+    is returned.
 
     Raises:
         ValueError: `budget` is outside (0, 1], or above P_inf(rho > 0) somewhere. On CUDA, which is not waited for, the
@@ -163,7 +171,8 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
 
     rollout, target = rollout_log_probs.double().exp(), target_log_probs.double().exp()
     reachable = (rollout * (target > 0)).sum(-1)
-    too_large, why = (budget > reachable + 1e-12).any(), "of p_inf lies where p_target > 0, and nothing else is ever"
+    too_large = (budget > reachable + 1e-12).any()
+    why = "of p_inf lies where p_target > 0, and nothing else is ever"
     if reachable.is_cuda:
         # torch has no public assertion on the device
         torch._assert_async(~too_large, f"budget is {budget}, but less {why} accepted")  # pyright: ignore[reportPrivateUsage]
@@ -177,7 +186,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
 
-    # The last i with Z(rho_i) >= budget, and the lam that the formula gives for every i.
+    # The last i with Z(rho_i) >= budget (`segment`), and the lam that the formula gives for every i (`inside`).
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
@@ -219,7 +228,7 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound the kept mass of the tokens whose p_inf is unknown: [...]. No such p_inf exceeds the least listed one."""
+    """Bound the kept mass of the `unknown` tokens from above: [...]; their p_inf is at most the least of the top k."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
     kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
@@ -232,5 +241,5 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
 
 
 def _like(value: float | Tensor, tensor: Tensor) -> Tensor:
-    """Return a value in the dtype and on the device of `tensor`; a number is created there, since a copy would wait."""
+    """Return a value in the dtype and on the device of `tensor`; a number is created there: a copy would wait."""
     return value.to(tensor) if isinstance(value, Tensor) else tensor.new_full((), value)

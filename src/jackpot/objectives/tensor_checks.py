@@ -14,7 +14,7 @@ from torch import Tensor
 from jackpot.core.errors import DataError
 
 _LEAST = 64  # least number of tokens in which a sign is looked for
-_SIGNS = {  # what is wrong and what to do, by sign
+_SIGNS = {  # text of the error or warning, by the name of the sign
     "empty": "response_mask is False at every token, so there is nothing to correct; leave this batch out",
     "swapped": "the tokens were not sampled by what rollout_log_probs are of, and look as sampled by what "
     "target_log_probs are of: are the two swapped? rollout_log_probs are those of the engine that sampled",
@@ -25,7 +25,7 @@ _SIGNS = {  # what is wrong and what to do, by sign
     "rounded": "all log-probs of one model are rounded to bfloat16, 1 part in 256, which OBRS reads as mismatch; take "
     "them from float32 logits, logits.float().log_softmax(-1)",
 }
-_WARNED = ("swapped", "rounded")  # signs that made-up tensors or inexact ones may show too: no errors
+_WARNED = ("swapped", "rounded")  # only warned of: made-up or inexact tensors may show these signs too
 _ROUNDING = 0.01  # most by which rounding may raise a log-prob above 0, and Z above its bound
 
 _Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the event of their arrival
@@ -38,7 +38,7 @@ def described(argument: object) -> str:
 
 
 def check_tensors(mask: object, tensors: Mapping[str, object]) -> None:
-    """Raise the DataErrors of `correct` about types, shapes, dtypes and devices of its tensors, by their names."""
+    """Raise the DataErrors of `correct` on types, shapes, dtypes and devices; `tensors` are its arguments by name."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 2:
         text = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else described(mask)
         raise DataError(
@@ -67,7 +67,7 @@ def check_numbers(mask: Tensor, tensors: Mapping[str, Tensor | None], lam: float
     Args:
         mask: [B, T] bool, the response mask.
         tensors: [B, T] each, by the names of the arguments of `correct`; None: the argument was not given.
-        lam: OBRS's budget, which bounds z.
+        lam: lam of the correction, which bounds z.
 
     Raises:
         DataError: a number is not finite or not possible.
@@ -106,6 +106,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
+        # What is pending is a pair: signs, and an event that tells whether they have arrived.
         arrived = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
         if not _pending:
             copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
@@ -128,9 +129,11 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     """
     count, log_ratio = mask.sum(), torch.where(mask, target - rollout, 0.0).double()
     inverse = torch.where(mask, (-log_ratio).exp(), 0.0)
-    mean = inverse.sum() / count
+    mean = inverse.sum() / count  # of 1 / rho; `error` is its standard error
     error = ((inverse.square().sum() / count - mean.square()).clamp(min=0.0) / count).sqrt()
 
+    # Shifted: the log-probs of one model correlate better with the other's at the token before or after. `pairs` are
+    # tokens whose next token was sampled too.
     pairs, unshifted = mask[:, 1:] & mask[:, :-1], _correlation(rollout, target, mask)
     shifted = torch.maximum(
         _correlation(rollout[:, 1:], target[:, :-1], pairs), _correlation(rollout[:, :-1], target[:, 1:], pairs)
@@ -146,7 +149,7 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
 def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> dict[str, Tensor]:
     """Look for logits that are shifted by a token, in the most probable tokens of both models, [..., T] each.
 
-    The sign is set where the two models agree on the most probable token far more often when one row is shifted.
+    The sign is set where the two models agree on the most probable token far more often when one model's is shifted.
 
     Args:
         usable: [..., T] bool, positions with a list of the engine.

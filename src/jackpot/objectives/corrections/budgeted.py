@@ -6,8 +6,10 @@ OBRS, eq. 5 and Algorithm 1, rejects a token by a Bernoulli mask m of mean a and
     w      = min(kappa Z max(lam, rho), c1) * r2                r2 = min(p_proximal / p_target, c2)
     kappa  = sum of a over the step / sum of Z over the step    section 4.4.2
 
-r2 moves the weight from the target to the point that PPO's ratio starts from: p_old / p_target in the paper, exactly 1
-where both are the same. docs/corrections.md says in which part each correction differs from `tis`, `none` and `obrs`.
+In words: the larger lam is, the more tokens are rejected; Z is the mean of a over the tokens that may be sampled after
+a prefix, and kappa makes the mean of estimates of Z right; c1 and c2 are caps. r2 moves the weight from the target to
+the point that PPO's ratio starts from: p_old / p_target in the paper, exactly 1 where both are the same.
+docs/corrections.md says in which part each correction differs from `tis`, `none` and `obrs`.
 """
 
 from collections.abc import Callable
@@ -18,11 +20,11 @@ from torch import Tensor
 from jackpot.objectives.corrections.formula import Weighed
 from jackpot.objectives.obrs import accept, weight
 
-MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # the acceptance mask, from acceptance and uniforms
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by setting: makes the mask from acceptance, uniforms
     "sampled": lambda acceptance, uniforms: accept(acceptance, uniforms).to(acceptance.dtype),
     "expected": lambda acceptance, uniforms: acceptance,
 }
-BEYOND_C1: dict[str, Callable[[Tensor, float], Tensor]] = {  # the F of eq. 5, a function of a weight and c1
+BEYOND_C1: dict[str, Callable[[Tensor, float], Tensor]] = {  # by setting: bounds a weight by c1, the F of eq. 5
     "cap": lambda weight, c1: weight.clamp(max=c1),
     "drop": lambda weight, c1: torch.where(weight > c1, 0.0, weight),
 }
@@ -44,18 +46,19 @@ def obrs(
     """Accept a token with probability a = min(1, rho / lam), with the weight min(kappa Z max(lam, rho), c1) r2: `obrs`.
 
     The defaults of lam, c1 and c2 are the paper's. `mask: sampled` is the paper's Bernoulli mask; `mask: expected`
-    replaces the mask by its mean a(x), which has less variance. Kappa stands inside the cap c1 and corrects only the
-    mean of Z. `kappa: prepass` and `auto` use this step's sums, known by another forward pass or after the backward
-    passes; `none` sets kappa to 1. Where Z is exact its mean needs no factor, and `auto` is `none`. `budget` chooses
-    the lam of each position, so that Z is the budget (Theorem 3.4). `beyond_c1: drop` replaces min(w, c1) by w where
-    w <= c1, else 0.
+    multiplies by the mask's mean a(x) instead, which has less variance. `kappa: none` sets kappa to 1. Else kappa is
+    computed from sums over this optimizer step, known after one more forward pass (`prepass`) or at the latest after
+    the backward passes (`auto`). Kappa only makes the mean of estimates of Z right; for an exact Z `auto` is `none`.
+    `budget` chooses the lam of each position, so that Z is the budget (Theorem 3.4). `beyond_c1: drop` sets weights
+    above c1 to 0 instead of c1.
 
     Biased towards states on which the models agree: the expected gradient of a token is Z times that of `is`, with
     Z = 1 - TV at lam = 1. Biased also towards the rollout model where Z rho > c1. Prefixes stay those of the rollout
     model.
     """
     uncapped = weight(rollout_log_probs, target_log_probs, kappa_z, lam)
-    return _capped(uncapped, to_proximal, c1, c2, MASKS[mask](acceptance, uniforms), BEYOND_C1[beyond_c1])
+    accepted = MASKS[mask](acceptance, uniforms)
+    return _capped(uncapped, to_proximal, c1, c2, accepted=accepted, bound=BEYOND_C1[beyond_c1])
 
 
 def reweight_only(
@@ -77,7 +80,7 @@ def reweight_only(
 
 
 def z_only(kappa_z: Tensor, c1: float) -> Weighed:
-    """Weigh every token by min(kappa Z, c1), which depends on the token's prefix alone: `z_only`.
+    """Weigh every token by min(kappa Z, c1), so by the mean acceptance at the token's prefix alone: `z_only`.
 
     Biased towards the rollout model as `none`, with a lower weight on states where the models disagree.
     """
@@ -87,7 +90,8 @@ def z_only(kappa_z: Tensor, c1: float) -> Weighed:
 def mask_only(rollout_log_probs: Tensor, uniforms: Tensor, acceptance: Tensor, mask: str) -> Weighed:
     """Reject tokens as OBRS does, and weigh the accepted ones by 1: `mask_only` (submission, Tables 5 and 6).
 
-    Accepted tokens are distributed as p~, closer to the target than p_inf, and are trained on as if p~ were the target.
+    Accepted tokens have the distribution p~ = min(p_inf, p_target / lam) / Z, which is closer to the target than p_inf,
+    and are trained on as if p~ were the target.
     Biased towards the rollout model, by the remaining divergence KL(p_target || p~), and towards states of high Z.
     """
     return Weighed(torch.ones_like(rollout_log_probs), accepted=MASKS[mask](acceptance, uniforms))
@@ -106,7 +110,8 @@ def coin_only(
 ) -> Weighed:
     """Reject tokens as OBRS does, and weigh the accepted ones without Z, by min(max(lam, rho), c1) r2: `coin_only`.
 
-    If c1 >= lam, its expectation is that of `target_only`, so it is biased alike; it adds the variance of the mask.
+    If c1 >= lam, mask times weight has the expectation of the weight of `target_only`, and so the same bias; the mask
+    adds variance.
     """
     return _capped(log_ratio.exp().clamp(min=lam), to_proximal, c1, c2, MASKS["sampled"](acceptance, uniforms))
 
@@ -119,7 +124,7 @@ def _capped(
     accepted: Tensor | None = None,
     bound: Callable[[Tensor, float], Tensor] = BEYOND_C1["cap"],
 ) -> Weighed:
-    """Weigh tokens by F(uncapped, c1) * min(p_proximal / p_target, c2); F is `bound`, the minimum by default."""
+    """Weigh tokens by bound(uncapped, c1) * min(p_proximal / p_target, c2), where `bound` is the minimum by default."""
     return Weighed(
         bound(uncapped, c1) * to_proximal.clamp(max=c2),
         accepted=accepted,

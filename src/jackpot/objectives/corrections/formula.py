@@ -18,7 +18,7 @@ from jackpot.objectives.corrections.base import Correction, CorrectionInputs, Ka
 
 
 class Weighed(NamedTuple):
-    """The result of a formula: tensors that broadcast to [B, T]; masked entries are ignored."""
+    """The result of a formula: tensors that broadcast to [B, T]; values at masked tokens are ignored."""
 
     weights: Tensor  # weights of accepted tokens, after the caps
     accepted: Tensor | None = None  # acceptance mask, bool or float; None: every token is accepted
@@ -31,7 +31,7 @@ TENSORS = (  # names of the arguments by which a formula can read tensors
     *("rollout_log_probs", "target_log_probs", "proximal_log_probs", "response_mask", "uniforms", "advantages", "z"),
     *("log_ratio", "to_proximal", "acceptance", "kappa_z", "lam"),
 )
-_BY_INPUT = {"z": "z", "kappa_z": "z", "advantages": "advantages"}  # argument of a formula: the input that it needs
+_BY_INPUT = {"z": "z", "kappa_z": "z", "advantages": "advantages"}  # a formula's argument: the input that it is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ByFormula:
 
     formula: Formula
     settings: Mapping[str, Any]  # arguments of the formula that are not among TENSORS
-    lam: float = LAM  # lam at which acceptance and Z are measured
+    lam: float = LAM  # lam of a = min(1, rho / lam) and of Z, unless the inputs have a lam for each token
     kappa: Kappa = "none"
 
     @property
@@ -49,23 +49,23 @@ class ByFormula:
         return frozenset(_BY_INPUT[name] for name in signature(self.formula).parameters if name in _BY_INPUT)
 
     def measure(self, inputs: CorrectionInputs) -> Means:
-        """Sum the overlap of p_inf and p_target on a micro-batch."""
+        """Sum acceptance, Z and other measures of how far p_inf and p_target overlap, over a micro-batch."""
         return measure_overlap(inputs, self.lam)
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        """Evaluate the formula on a micro-batch."""
+        """Evaluate the formula on a micro-batch; kappa comes from `totals`, the sums over the optimizer step."""
         kappas = step_kappas(inputs, {} if self.kappa == "none" else totals)
         names = [name for name in signature(self.formula).parameters if name in TENSORS]
         weighed = self.formula(**{name: self._tensor(name, inputs, kappas) for name in names}, **self.settings)
         return Correction.of(inputs, **weighed._asdict(), kappas=kappas)
 
     def _tensor(self, name: str, inputs: CorrectionInputs, kappas: Kappas) -> Any:
-        """Return what a formula gets for its argument `name`, one of TENSORS."""
+        """Return the tensor, or the number lam, that a formula gets for its argument `name`, one of TENSORS."""
         if name == "lam":
             return inputs.lam_per_token(self.lam)
         if name == "acceptance":
             return inputs.acceptance(self.lam)
         if name == "kappa_z":
-            exact = kappas.by_response(inputs.by_policy) * inputs.z.value.double()
-            return exact.to(inputs.rollout_log_probs.dtype)
+            in_float64 = kappas.by_response(inputs.by_policy) * inputs.z.value.double()
+            return in_float64.to(inputs.rollout_log_probs.dtype)
         return getattr(inputs, name)

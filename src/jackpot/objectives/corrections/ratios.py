@@ -22,8 +22,8 @@ def none(rollout_log_probs: Tensor) -> Weighed:
 
     With `proximal: rollout` PPO's own ratio is p_new / p_inf and its clip is the correction (Yao et al. 2025, there
     named PPO-IS; Colossal-AI). Unbiased inside the clip. A token outside of the clip, on the side where the advantage
-    would push it further, loses its gradient, whether updates or the mismatch moved its ratio. So a large mismatch uses
-    up the trust region.
+    would push it further, loses its gradient, whether updates moved its ratio there or the mismatch did. So a large
+    mismatch uses up the trust region.
     """
     return Weighed(torch.ones_like(rollout_log_probs))
 
@@ -41,7 +41,7 @@ def tis(log_ratio: Tensor, cap: float) -> Weighed:
     """Weigh a token by min(rho, cap): `tis`, truncated importance sampling.
 
     Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". The default
-    cap is that of Yao et al. (verl has 2, TRL 3). Biased towards the rollout model where rho > cap. It corrects the
+    cap is that of Yao et al. (verl's is 2, TRL's 3). Biased towards the rollout model where rho > cap. It corrects the
     token and not the prefix: states stay those of the rollout model. With `proximal: new` (Jackpot's "TIS +
     adjustment", submission B.1; "No-Clip" in arXiv Table 3) PPO's ratio is 1 and its clip has no effect.
     """
@@ -76,9 +76,9 @@ def ipo(log_ratio: Tensor, rollout_log_probs: Tensor, target_log_probs: Tensor, 
     weight and counts rejected tokens in its denominator. The default of max_tv is prime-rl's `eps` since pull request
     3586; its KL to the sampler, off since then, is left out. The target is the current policy by default, as there.
 
-    As `dppo` without the sign of the advantage: a token whose probability the policy has moved far is not moved back
-    either. Biased towards tokens on which both models agree. A token that both models find less likely than max_tv is
-    never rejected, whatever its ratio, so rare tokens keep the unbounded variance of `is`.
+    Unlike `dppo`, it ignores the sign of the advantage: a token whose probability the policy has moved far is not moved
+    back either. Biased towards tokens on which both models agree. A token that both models find less likely than max_tv
+    is never rejected, whatever its ratio, so rare tokens keep the unbounded variance of `is`.
     """
     inside = difference(rollout_log_probs, target_log_probs) <= max_tv
     # No weight is capped: `capped` also marks tokens that a band, here max_tv, rejects. Their weight is e^-inf = 0.
@@ -86,7 +86,7 @@ def ipo(log_ratio: Tensor, rollout_log_probs: Tensor, target_log_probs: Tensor, 
 
 
 def difference(rollout_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
-    """Return |p_target - p_inf| of the sampled token: [B, T], the total variation of {this token, any other}."""
+    """Return |p_target - p_inf| of the sampled token, [B, T]: the total variation if all other tokens count as one."""
     return (target_log_probs.exp() - rollout_log_probs.exp()).abs()
 
 
@@ -97,8 +97,8 @@ def seq_tis(log_ratio: Tensor, cap: float) -> Weighed:
     the cap it is biased towards the rollout model wherever R > cap. The spread of R grows exponentially with the
     length, so on long responses most weights are either capped or almost 0.
     """
-    whole, log_cap = _of_response(log_ratio), math.log(cap)
-    return Weighed(whole.clamp(max=log_cap).exp(), capped=whole > log_cap)
+    log_product, log_cap = _of_response(log_ratio), math.log(cap)
+    return Weighed(log_product.clamp(max=log_cap).exp(), capped=log_product > log_cap)
 
 
 def seq_mask(log_ratio: Tensor, low: float, high: float) -> Weighed:
@@ -107,22 +107,22 @@ def seq_mask(log_ratio: Tensor, low: float, high: float) -> Weighed:
     The defaults are TRL's. Biased towards responses on which both models agree, and with a lower bound towards short
     ones, for R leaves any band as the response grows.
     """
-    whole = _of_response(log_ratio)
-    inside = (whole >= _log(low)) & (whole <= _log(high))
-    return Weighed(torch.where(inside, whole, -torch.inf).exp(), accepted=inside, capped=~inside)
+    log_product = _of_response(log_ratio)
+    inside = (log_product >= _log(low)) & (log_product <= _log(high))
+    return Weighed(torch.where(inside, log_product, -torch.inf).exp(), accepted=inside, capped=~inside)
 
 
 def geo_mask(log_ratio: Tensor, response_mask: Tensor, low: float, high: float) -> Weighed:
     """Weigh tokens by 1, and reject a response whole unless low <= R^(1/n) <= high, for n sampled tokens: `geo_mask`.
 
-    Liu, Li et al. 2025, "When speed kills stability"; verl's `seq_mean_k1`, which bounds the reciprocal. The defaults
+    Liu, Li et al. 2025, "When speed kills stability"; verl's `seq_mean_k1`, which bounds 1 / R^(1/n). The defaults
     are verl's for one model in two engines; another rollout model needs a far wider band. Unlike `seq_mask` it does not
-    reject long responses more often, but nothing is reweighted either: biased as `none`, on a biased choice of
+    reject long responses more often, but accepted tokens are not reweighted: biased as `none`, and by the choice of
     responses.
     """
-    mean = _of_response(log_ratio) / response_mask.sum(-1, keepdim=True).clamp(min=1)
-    inside = (mean >= _log(low)) & (mean <= _log(high))
-    return Weighed(torch.ones_like(mean), accepted=inside, capped=~inside)
+    log_mean = _of_response(log_ratio) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+    inside = (log_mean >= _log(low)) & (log_mean <= _log(high))
+    return Weighed(torch.ones_like(log_mean), accepted=inside, capped=~inside)
 
 
 def min_prefix(log_ratio: Tensor, response_mask: Tensor, cap: float) -> Weighed:
@@ -135,14 +135,15 @@ def min_prefix(log_ratio: Tensor, response_mask: Tensor, cap: float) -> Weighed:
     the first two tokens, up to the cap. From the third token on it is biased against late tokens, as the mean of the
     smallest of several ratios is below 1.
     """
-    smallest = torch.where(response_mask, log_ratio, torch.inf).cummin(-1).values  # up to each token
+    # Log of the smallest ratio up to each token, itself included in `smallest` alone; inf where there is none yet.
+    smallest = torch.where(response_mask, log_ratio, torch.inf).cummin(-1).values
     smallest_before, log_cap = pad(smallest[:, :-1], (1, 0), value=torch.inf), math.log(cap)
     log_weight = log_ratio + torch.where(smallest_before.isposinf(), 0.0, smallest_before)
     return Weighed(log_weight.clamp(max=log_cap).exp(), capped=log_weight > log_cap)
 
 
 def _of_response(log_ratio: Tensor) -> Tensor:
-    """Return log R of every response: [B, 1]."""
+    """Return log R of every response, the sum of log rho over its tokens: [B, 1]."""
     return log_ratio.sum(-1, keepdim=True)
 
 

@@ -36,7 +36,7 @@ def f_tis(log_ratio: Tensor, advantages: Tensor, cap: float, max_kl: float) -> W
     F-TIS, arXiv 2605.22537, with its defaults. Its code is not known to us. Here the KL of a response is the sum of
     log(p_inf / p_target) over its sampled tokens, an estimate of KL(p_inf || p_target) that grows with the length.
 
-    Biased as `tis`. Biased upwards in responses that are far from the policy: the policy does not unlearn bad ones.
+    Biased as `tis`, and towards responses that are far from the policy: the bad ones among them are not unlearned.
     """
     is_far = -log_ratio.sum(-1, keepdim=True) > max_kl
     return _tis_but(is_far & (advantages < 0), log_ratio, cap)
@@ -53,10 +53,10 @@ def dppo(
     """Weigh a token by min(rho, cap), and reject it if TV > max_tv and the update would raise TV: `dppo`.
 
     DPPO, arXiv 2602.04879. The update would raise TV if A log rho > 0. TV is the total variation between p_inf and
-    p_target, by `divergence`:
+    p_target, which the setting `divergence` defines:
 
         binary   |p_target - p_inf| of the sampled token         verl 1dda039, verl/trainer/ppo/core_algos.py, `dppo_tv`
-        topk     the tokens of the engine's top-k each, and all others as one         sail-sg/Stable-RL c6af1d1,
+        topk     the engine's top-k tokens, and all other tokens counted as one       sail-sg/Stable-RL c6af1d1,
                  1/2 sum |p_target - p_inf|                                           verl/workers/actor/utils.py
 
     The default cap is verl's, the default of max_tv that of verl's example. Both formulas give lower bounds on the
@@ -71,9 +71,9 @@ def dppo(
 
 
 def dppo_topk(log_ratio: Tensor, z: ZEstimate, advantages: Tensor, max_tv: float, cap: float) -> Weighed:
-    """Do as `dppo`, by the total variation over the tokens that Z sums over and all others as one: `divergence: topk`.
+    """Do as `dppo`, but count all tokens that Z does not sum over as one token of the variation: `divergence: topk`.
 
-    With q = p_target, p = p_inf, and q_K, p_K the masses of the tokens that Z sums over, the total variation is
+    With q = p_target, p = p_inf, and q_K, p_K their sums over the tokens that Z sums over, the total variation is
     1/2 (sum |q - p| + |q_K - p_K|) = max(q_K, p_K) - sum min(q, p). The last sum is Z at lam = 1. Where Z is over the
     whole vocabulary, the total variation is 1 - Z.
     """

@@ -91,7 +91,7 @@ def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
 def split_range(count: int, most: int, grain: int = 1) -> tuple[slice, ...]:
     """Split range(count) into the fewest near-equal slices of at most `most` items; a count of 0 gives one empty slice.
 
-    The slices are multiples of `grain` where that keeps them within `most`.
+    All slices but the last have a multiple of `grain` items where that is at most `most`.
     """
     size = math.ceil(count / max(1, math.ceil(count / most))) or 1
     size = min(most, math.ceil(size / grain) * grain)
@@ -146,15 +146,15 @@ def tiled_heads(
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
     """Return for each head whether forward keeps the head's logits for backward.
 
-    All logits that backward may read are kept, or none where they exceed `logits_memory` together.
+    Kept are all logits that backward may read, or none if together they exceed `logits_memory` bytes.
     """
     trains = [
         torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head.tensors)
         for head in heads
     ]
-    keeps = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
-    size = sum(len(head.hidden) * len(head.weight) * sum_dtype(heads).itemsize for head in compress(heads, keeps))
-    return tuple(keep and size <= options.logits_memory for keep in keeps)
+    are_read = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
+    memory = sum(len(head.hidden) * len(head.weight) * sum_dtype(heads).itemsize for head in compress(heads, are_read))
+    return tuple(is_read and memory <= options.logits_memory for is_read in are_read)
 
 
 class _TilePlan(NamedTuple):
@@ -185,12 +185,21 @@ class _TilePlan(NamedTuple):
         return 6 if self.is_pair else 2
 
     def heads(self, tensors: Sequence[HeadTensors], kept_tiles: Sequence[KeptTiles | None]) -> list[HeadOperands]:
-        """Build the operands of each head from its tensors; all heads share one workspace."""
+        """Build the `HeadOperands` of each head from the head's tensors; all heads share one workspace."""
         workspace = Workspace(tensors[0].hidden.device)
         arguments = zip(tensors, self.soft_caps, self.operand_dtypes, kept_tiles, strict=True)
         return [
-            HeadOperands(str(i), head, soft_cap, self.temperature, operand_dtype, self.dtype, workspace, head_tiles)
-            for i, (head, soft_cap, operand_dtype, head_tiles) in enumerate(arguments)
+            HeadOperands(
+                name=str(i),
+                tensors=head_tensors,
+                soft_cap=soft_cap,
+                temperature=self.temperature,
+                operand_dtype=operand_dtype,
+                dtype=self.dtype,
+                workspace=workspace,
+                kept_tiles=head_tiles,
+            )
+            for i, (head_tensors, soft_cap, operand_dtype, head_tiles) in enumerate(arguments)
         ]
 
     def kept_tiles(self, tiles: Iterator[Tensor]) -> list[KeptTiles | None]:
@@ -199,7 +208,7 @@ class _TilePlan(NamedTuple):
         `tiles` are those of the first head, then of the second, in the order in which forward formed them.
         """
         keys = [(rows.start, columns.start) for columns in self.tiles for rows in self.blocks]
-        # `keys` ends each zip before a tile of the next head is taken.
+        # Each zip ends with `keys`, which it asks first, so it takes no tile of the next head.
         return [dict(zip(keys, tiles, strict=False)) if keeps else None for keeps in self.keeps]
 
     def coefficients(
@@ -222,10 +231,11 @@ class _TilePlan(NamedTuple):
             None if gradient is None else OutputGradient(gradient, value)
             for gradient, value in zip(to[1::2], saved_values, strict=True)
         ]
-        policy = coefficients_of(to[0], saved[0])
+        policy = coefficients_of(to_log_probs=to[0], entropy=saved[0])
         if not self.is_pair:
             return [policy]
-        return [policy, coefficients_of(to[2], saved[1], to[4], saved[2])]
+        rollout_model = coefficients_of(to_log_probs=to[2], entropy=saved[1], to_forward=to[4], reverse_kl=saved[2])
+        return [policy, rollout_model]
 
     def sweep(
         self,
@@ -250,7 +260,7 @@ class _Context(FunctionCtx):
 
 
 class _TiledHeads(torch.autograd.Function):
-    """The autograd function of the tiled passes, which saves operands, tensors [N] and, as the plan says, logits."""
+    """The autograd function of `tiled_heads`; it saves the heads' tensors, sums [N] and any kept logits."""
 
     @staticmethod
     def forward(
@@ -263,13 +273,24 @@ class _TiledHeads(torch.autograd.Function):
         """
         wanted = torch.cat((ids[:, None], gather_ids), dim=1)
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
+            # The first sweep forms all logits, and adds those of a head that keeps logits to the head's `kept_tiles`.
             kept_tiles: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
             heads = plan.heads(_by_head(tensors), kept_tiles)
             blocks = [
-                PositionBlock(heads, plan.reader, rows, wanted[rows], plan.num_top, plan.lam, plan.moments)
+                PositionBlock(
+                    heads=heads,
+                    reader=plan.reader,
+                    rows=rows,
+                    wanted=wanted[rows],
+                    num_top=plan.num_top,
+                    lam=plan.lam,
+                    moments=plan.moments,
+                )
                 for rows in plan.blocks
             ]
             plan.sweep(heads, blocks, PositionBlock.update)
+
+            # With several tiles, the exact Z takes a second sweep, as it needs the final logsumexps.
             lam = plan.lam
             if lam is not None and len(plan.tiles) > 1:
                 plan.sweep(heads, blocks, lambda block, columns: block.add_z(lam))
@@ -307,6 +328,7 @@ class _TiledHeads(torch.autograd.Function):
             heads = plan.heads(tensors, plan.kept_tiles(saved))
             # Forward's arguments 0 to 2 are plan, ids and gather_ids; then come hidden, weight and bias of each head.
             needs = [ctx.needs_input_grad[start : start + 3] for start in range(3, 3 + 3 * num_heads, 3)]
+            # A head whose outputs have no gradient has no coefficients: none of its three tensors needs a gradient.
             head_grads = [
                 HeadGrads(head, head_tensors, (False,) * 3 if head_coefficients is None else head_needs)
                 for head, head_tensors, head_coefficients, head_needs in zip(
@@ -315,7 +337,7 @@ class _TiledHeads(torch.autograd.Function):
             ]
             backward_tiles(plan.blocks, plan.tiles, ids, plan.reader, heads, logsumexps, coefficients, head_grads)
             # None for plan, ids and gather_ids.
-            return None, None, None, *(gradient for grads in head_grads for gradient in grads.gradients())
+            return None, None, None, *(gradient for head in head_grads for gradient in head.gradients())
 
 
 def _by_head(tensors: Sequence[Tensor | None]) -> list[HeadTensors]:

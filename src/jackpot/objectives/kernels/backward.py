@@ -29,7 +29,7 @@ class OutputGradient(NamedTuple):
     """The gradient of an output, and the output's value, which the gradient of the logits contains too."""
 
     to: Tensor  # [N] d loss / d output, divided by the temperature
-    value: Tensor  # [N]
+    value: Tensor  # [N] the output
 
 
 def coefficients_of(
@@ -38,11 +38,11 @@ def coefficients_of(
     to_forward: Tensor | None = None,
     reverse_kl: OutputGradient | None = None,
 ) -> GradCoefficients | None:
-    """Combine the gradients of one head's outputs into coefficients; None where no output has a gradient.
+    """Combine the gradients of one head's outputs into coefficients of the logits' gradient; None if there are none.
 
     Args:
-        to_log_probs, to_forward: [N] d loss / d log-probs and d loss / d forward KL, divided by the temperature. As
-            every argument, None for 0.
+        to_log_probs, to_forward: [N] d loss / d log-probs and d loss / d forward KL, divided by the temperature.
+            None for 0, as for every argument.
         entropy, reverse_kl: gradient and value of these outputs.
     """
     constants: list[Tensor] = []  # their sum is the coefficient `constant`
@@ -63,8 +63,13 @@ def coefficients_of(
     if not constants:
         return None
 
-    on_other_log = None if reverse_kl is None else reverse_kl.to
-    return GradCoefficients(to_log_probs, sum(constants[1:], constants[0]), on_log, on_other_log, to_forward)
+    return GradCoefficients(
+        on_id=to_log_probs,
+        constant=sum(constants[1:], constants[0]),
+        on_log=on_log,
+        on_other_log=None if reverse_kl is None else reverse_kl.to,
+        on_other=to_forward,
+    )
 
 
 def backward_tiles(
@@ -77,14 +82,14 @@ def backward_tiles(
     coefficients: Sequence[GradCoefficients | None],
     grads: Sequence[HeadGrads],
 ) -> None:
-    """Add the gradients of one or two heads over all tiles to `grads`; form logits only of heads that a gradient needs.
+    """Sum the gradients of one or two heads over all tiles into `grads`; form only the logits that a gradient reads.
 
     Args:
         blocks: slices of positions.
         tiles: slices of tokens.
         ids: [N], the sampled ids.
         reader: reader that differentiates the tiles.
-        heads, logsumexps, coefficients, grads: an entry for each head; a logsumexp is [N].
+        heads, logsumexps, coefficients, grads: one for each head; a logsumexp is [N].
     """
     trained = {  # coefficients of the heads that need a gradient, by the head's index
         i: head_coefficients
@@ -94,6 +99,7 @@ def backward_tiles(
     if not trained:
         return
 
+    # The rollout model's gradient may contain the policy's probabilities; then the policy's logits are formed too.
     reads_both = any(terms.on_other_log is not None or terms.on_other is not None for terms in trained.values())
     heads_read = range(len(heads)) if reads_both else list(trained)
 
@@ -113,7 +119,7 @@ def backward_tiles(
                 list(logits.values()),
                 [logsumexps[i][rows] for i in heads_read],
                 [gradients.get(i) for i in heads_read],
-                ids[rows] - columns.start,
+                ids[rows] - columns.start,  # counted from the tile's first token
             )
             for i, gradient in gradients.items():
                 heads[i].accumulate_grad(rows, gradient.out, grads[i])

@@ -55,6 +55,7 @@ def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSu
     for i, (old, new_max, fall) in enumerate(zip(sums, maxima, falls, strict=True)):
         factor, old_sum_exp = fall.exp(), old.sum_exp
         moment = None if old.moment is None else (old.moment + old_sum_exp * fall) * factor
+        # `falls[1 - i]` is that of the other head.
         gap = None if old.gap is None else (old.gap + old_sum_exp * (fall - falls[1 - i])) * factor
         rescaled.append(old._replace(row_max=new_max, sum_exp=old_sum_exp * factor, moment=moment, gap=gap))
     return rescaled
@@ -69,7 +70,7 @@ class PositionBlock:
         rows: the positions of this block.
         wanted: [C, G] ids whose log-probs are returned; the first column is the sampled ids.
         num_top: K.
-        lam: OBRS's budget, at which the exact Z of two heads is taken; None: no Z.
+        lam: OBRS's lam, at which the exact Z of two heads is taken; None: no Z.
         moments: whether entropy and divergences are computed.
     """
 
@@ -93,13 +94,14 @@ class PositionBlock:
         self._z: Tensor | None = None  # [C] the exact Z of the tiles so far
 
     def update(self, columns: slice) -> None:
-        """Form the logits of the tokens `columns`, which the heads have selected, and update every output from them."""
+        """Form the logits of the tokens `columns`, which the heads have selected; update every output with them."""
         tiles = [head.tile(self._rows) for head in self._heads]
         sums = self._reader.read(tiles, self._num_top > 0, self._moments)
         logits = [tile.logits for tile in tiles]
 
         for i, head_logits in enumerate(logits):
             self._pick(i, head_logits, columns)
+            # The first head's top K also keeps the second head's logits at the same tokens.
             self._tops[i].add(head_logits, columns.start, sums[i].block_max, logits[i + 1 :])
         self._sums = merged(self._sums, sums) if self._sums else sums
 
@@ -109,7 +111,7 @@ class PositionBlock:
             self._z = self._reader.common_mass(finished, self.logsumexps, self._lam)
 
     def _pick(self, i: int, logits: Tensor, columns: slice) -> None:
-        """Take head i's logits [C, T] at the wanted ids that are in this tile."""
+        """Store head i's logits at the wanted ids that are among this tile's tokens, `columns`; `logits` are [C, T]."""
         width = columns.stop - columns.start
         wanted = self._wanted - columns.start if columns.start else self._wanted
         values = logits.gather(1, wanted.clamp(0, width - 1))
@@ -119,7 +121,7 @@ class PositionBlock:
         self._picked[i] = values
 
     def add_z(self, lam: float) -> None:
-        """Add this tile's share to the exact Z. Call it in a second sweep, when both logsumexps are final."""
+        """Add the selected tokens' share to the exact Z. Call it in a second sweep, when both logsumexps are final."""
         tiles = [head.tile(self._rows) for head in self._heads]
         z = self._reader.common_mass(tiles, self.logsumexps, lam)
         self._z = z if self._z is None else self._z + z
@@ -140,12 +142,12 @@ class PositionBlock:
         logs = [sums.sum_exp.log() for sums in self._sums]  # log s of each head, [C]
 
         def log_probs(i: int, logits: Tensor) -> Tensor:
-            """Normalize some logits of head i, [C, any]."""
+            """Convert logits of head i, at any tokens, to log-probs: [C, any]."""
             return (logits - self._sums[i].row_max[:, None]).sub_(logs[i][:, None])
 
         for i, (sums, top) in enumerate(zip(self._sums, self._tops, strict=True)):
             at_wanted = log_probs(i, self._picked[i])
-            values.append(at_wanted[:, 0])
+            values.append(at_wanted[:, 0])  # of the sampled ids
             if sums.moment is not None:
                 values.append(logs[i] - sums.moment / sums.sum_exp)
             constants += [top.ids, log_probs(i, top.values), at_wanted[:, 1:]]
@@ -154,14 +156,14 @@ class PositionBlock:
             if sums.gap is not None:
                 values.append(_divergence(sums, sums.gap, logs[i], logs[1 - i]))
         if len(self._sums) == 2:
-            constants.append(log_probs(1, self._tops[0].companions[0]))
+            constants.append(log_probs(1, self._tops[0].companions[0]))  # the rollout model's, at the policy's top K
         if self._z is not None:
             constants.append(self._z)
         return values, constants
 
 
 def _divergence(sums: TileSums, gap: Tensor, log: Tensor, other_log: Tensor) -> Tensor:
-    """Return the KL of a head against the other, [C] nats; inf where the head has mass on a token that the other masks.
+    """Return KL(head || other head), [C] nats; inf where the head has mass on a token that the other gives none.
 
     Args:
         log, other_log: log s of the head and of the other one, [C].
@@ -169,5 +171,6 @@ def _divergence(sums: TileSums, gap: Tensor, log: Tensor, other_log: Tensor) -> 
     value = gap / sums.sum_exp - (log - other_log)
     if sums.max_at_masked is None:
         return value
+    # Whether the head's most probable token, among those that the other head masks, has a probability above 0.
     has_mass = (sums.max_at_masked - sums.row_max - log).exp() > 0.0
     return value.masked_fill(has_mass, torch.inf)

@@ -39,8 +39,15 @@ class HeadOutput:
 
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "HeadOutput":
-        """Build the output of one head from the two tuples that `autograd.tiled_heads` returns for it."""
-        return cls(values[0], values[1] if len(values) > 1 else None, *constants)
+        """Build the output of one head from outputs with and without a gradient, in the order of `tiled_heads`."""
+        top_ids, top_log_probs, gathered = constants
+        return cls(
+            log_probs=values[0],
+            entropy=values[1] if len(values) > 1 else None,
+            top_ids=top_ids,
+            top_log_probs=top_log_probs,
+            gathered=gathered,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +65,11 @@ class JointOutput:
 
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
-        """Build the output of two heads from the two tuples that `autograd.tiled_heads` returns for them."""
+        """Build the output of two heads from outputs with and without a gradient, in the order of `tiled_heads`."""
         per_head = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
         forward_kl, reverse_kl = values[4:] if per_head == 2 else (None, None)
 
+        # `constants` are top_ids, top_log_probs and gathered of each head, then fill_ins, and exact_z if there is one.
         return cls(
             policy=HeadOutput.of(values[:per_head], constants[:3]),
             rollout_model=HeadOutput.of(values[per_head : 2 * per_head], constants[3:6]),
@@ -72,7 +80,7 @@ class JointOutput:
         )
 
 
-register_dataclass(HeadOutput)  # FSDP finds the tensors of a module's output as those of a pytree
+register_dataclass(HeadOutput)  # FSDP reads a module's output as a pytree, and so finds the output's tensors
 register_dataclass(JointOutput)
 
 
@@ -118,7 +126,17 @@ def linear_head(
     _check([head], ids)
     _check_range(head, ids=ids, gather_ids=gather_ids)
     return HeadOutput.of(
-        *tiled_heads([head], ids, gather_ids, temperature, None, num_top, tile, not only_log_probs, options)
+        *tiled_heads(
+            [head],
+            ids,
+            gather_ids=gather_ids,
+            temperature=temperature,
+            lam=None,
+            num_top=num_top,
+            tile=tile,
+            moments=not only_log_probs,
+            options=options,
+        )
     )
 
 
@@ -137,7 +155,7 @@ def joint_linear_head(
 ) -> JointOutput:
     """Compute `linear_head` of both models at the same ids, the two KLs, and Z of eq. 4 over the whole vocabulary.
 
-    Arguments as in `linear_head`. The models may differ in H, not in N or V. With `lam`, above 0 and that of OBRS,
+    Arguments as in `linear_head`. The models may differ in H, not in N or V. With `lam`, the lam of OBRS, above 0,
     `exact_z` is computed; where the vocabulary is more than one tile, that forms all logits once more.
 
     Both divergences and Z take p_policy as a constant: no gradient reaches the policy's hidden states or its weight
@@ -152,14 +170,24 @@ def joint_linear_head(
     _check(heads, ids)
     _check_range(policy, ids=ids, gather_ids=gather_ids)
     return JointOutput.of(
-        *tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, not only_log_probs, options)
+        *tiled_heads(
+            heads,
+            ids,
+            gather_ids=gather_ids,
+            temperature=temperature,
+            lam=lam,
+            num_top=num_top,
+            tile=tile,
+            moments=not only_log_probs,
+            options=options,
+        )
     )
 
 
 class CutLinear(nn.Linear):
-    """An output layer of which only the first `out_features` rows are read, here and in `LinearHead`.
+    """An output layer that uses only the first `out_features` rows of its weight and bias; so does `LinearHead` of it.
 
-    Weight and bias stay the whole parameters, under the same names; the gradient of the other rows is 0.
+    The attributes `weight` and `bias` stay the whole parameters; the gradient of the other rows is 0.
     """
 
     bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch omits the None
@@ -172,7 +200,7 @@ class CutLinear(nn.Linear):
         return sharing
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of weight [V, H] and bias [V] that are multiplied."""
+        """Return the first `out_features` rows of the weight, [V, H], and of the bias, [V] or None."""
         rows = self.out_features
         if rows == len(self.weight):
             return self.weight, self.bias
@@ -202,7 +230,7 @@ class Fp32Linear(CutLinear):
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of weight [V, H] and bias [V] that are multiplied, before they are widened to float32."""
+        """Return the rows of `CutLinear.read`, rounded to `rounded_to`, before they are widened to float32."""
         weight, bias = super().read()
         if self.rounded_to is None:
             return weight, bias
@@ -226,9 +254,9 @@ class LinearHead(nn.Module):
     """A module of the output layers of one or two models, which reads both weights in one forward.
 
     The `nn.Linear`s are kept by reference, so their parameters stay the models' own. Their forward never runs here, so
-    FSDP must gather their weights by a module around this one (`models.gathered`). FSDP may wrap this module itself
-    only where no embedding shares a weight with a layer: tied weights that are wrapped apart become two, without an
-    error.
+    FSDP must gather their weights while a module around this one runs (`models.gathered`). FSDP may wrap this module
+    itself only where no embedding shares a weight with a layer: tied weights that are wrapped apart become two, without
+    an error.
     """
 
     def __init__(
@@ -273,7 +301,17 @@ class LinearHead(nn.Module):
 
         is_pair = len(heads) == 2
         lam = lam if is_pair else None  # one head has no Z
-        outputs = tiled_heads(heads, ids, gather_ids, temperature, lam, num_top, tile, not only_log_probs, self.options)
+        outputs = tiled_heads(
+            heads,
+            ids,
+            gather_ids=gather_ids,
+            temperature=temperature,
+            lam=lam,
+            num_top=num_top,
+            tile=tile,
+            moments=not only_log_probs,
+            options=self.options,
+        )
         return JointOutput.of(*outputs) if is_pair else HeadOutput.of(*outputs)
 
     def heads(self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None) -> list[Head]:
@@ -293,14 +331,14 @@ class LinearHead(nn.Module):
     def z_for_budget(
         self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None, *, temperature: float, budget: float
     ) -> tuple[Tensor, Tensor]:
-        """Choose the lam of every position by `obrs.z_for_budget`: (Z, lam), [N] each, float64, no gradient.
+        """Return Z and lam of every position, with the lam at which Z is `budget`: [N] each, float64, no gradient.
 
         All logits are formed once more, a few positions at a time, and the vocabulary is sorted at each position. The
         policy stands for both models where `rollout_model_hidden` is None.
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
-        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]  # so that N may be 0
+        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]  # (Z, lam) of no position: N may be 0
 
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
@@ -326,13 +364,13 @@ class LinearHead(nn.Module):
 
 
 def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
-    """Return the head of an output layer over hidden states [N, H], in float32 where that is an `Fp32Linear`."""
+    """Return the head of an output layer over hidden states [N, H], in float32 where the layer is an `Fp32Linear`."""
     weight, bias = layer.read() if isinstance(layer, CutLinear) else (layer.weight, layer.bias)
     return Head(hidden=hidden, weight=weight, bias=bias, soft_cap=soft_cap, is_fp32=isinstance(layer, Fp32Linear))
 
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:
-    """Raise ValueError for heads and ids of different lengths, and for shards, which give meaningless numbers."""
+    """Raise ValueError for heads and ids of different lengths, and for sharded tensors, whose results mean nothing."""
     vocabularies = [len(head.weight) for head in heads]
     positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:

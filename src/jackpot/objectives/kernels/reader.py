@@ -38,7 +38,7 @@ class TileSums(NamedTuple):
     moment: Tensor | None  # t, the sum of e^(l - m) (l - m), for the entropy; None where it is not needed
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
     gap: Tensor | None  # g of this head's distribution against the other's; None for one head
-    max_at_masked: Tensor | None  # largest logit at tokens that the other head masks; None where it masks none
+    max_at_masked: Tensor | None  # largest logit where the other head's is -inf; None if no logit can be -inf
 
 
 class GradCoefficients(NamedTuple):
@@ -61,7 +61,7 @@ class GradCoefficients(NamedTuple):
 
 
 class TileGradient(NamedTuple):
-    """The coefficients of the gradient of one head's products W h in a tile, and the memory for this gradient."""
+    """The coefficients of the gradient of one head's products W h in a tile, and the memory that it is written to."""
 
     coefficients: GradCoefficients  # [C] each
     out: Tensor  # [C, T] in the dtype of the head's operands, perhaps the memory of the logits
@@ -70,7 +70,8 @@ class TileGradient(NamedTuple):
 class TileReader(Protocol):
     """The interface of a class that computes sums and gradients from tiles of logits.
 
-    `read` turns the products of a raw tile into logits (`finish`), in the memory of the tile; other methods may do so.
+    A raw tile holds products W h, weight by hidden state, instead of logits. `read` replaces them by logits (`finish`)
+    in the memory of the tile; the other methods may do so too.
     """
 
     name: str
@@ -136,7 +137,16 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         if masks:
             shifted = shifted.clamp(min=LOWEST)
         moment = (shifted * exps).sum(-1) if moments else None
-        sums.append(TileSums(row_max, exps.sum(-1), moment, maxima, None, None))
+        sums.append(
+            TileSums(
+                row_max=row_max,
+                sum_exp=exps.sum(-1),
+                moment=moment,
+                block_max=maxima,
+                gap=None,
+                max_at_masked=None,
+            )
+        )
         terms.append((shifted, exps))
 
     if len(logits) == 1 or not moments:
@@ -151,7 +161,10 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         torch.where(other_logits.isneginf(), head_logits, -torch.inf).amax(-1) if masks else None
         for head_logits, other_logits, masks in zip(logits, reversed(logits), reversed(may_mask), strict=True)
     ]
-    return [TileSums(*fields[:4], gap, at_masked) for fields, gap, at_masked in zip(sums, gaps, masked, strict=True)]
+    return [
+        head_sums._replace(gap=gap, max_at_masked=at_masked)
+        for head_sums, gap, at_masked in zip(sums, gaps, masked, strict=True)
+    ]
 
 
 def tile_common_mass(logits: Sequence[Tensor], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
@@ -215,8 +228,8 @@ class TorchReader:
     def __init__(self, device_type: str | None = None) -> None:
         """
         Args:
-            device_type: decides how many logits are read at a time; None: the type of the logits' device, which in a
-                plan for a GPU is not the GPU.
+            device_type: type of the device for which the number of logits that are read at a time is chosen. None: that
+                of the logits; a plan of a run on a GPU, which is made without the GPU, names the GPU's instead.
         """
         self._device_type = device_type
 
@@ -225,12 +238,12 @@ class TorchReader:
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
             chunk_results = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
-            # Write each column of sums that this chunk has to its rows in the columns of the whole tile.
+            # Write the sums of this chunk to its rows in the sums of the whole tile; sums that are None stay None.
             results = results or [_memory(sums, tiles[0]) for sums in chunk_results]
             for result, chunk_result in zip(results, chunk_results, strict=True):
-                for column, chunk_column in zip(result, chunk_result, strict=True):
-                    if column is not None and chunk_column is not None:
-                        column[rows] = chunk_column
+                for whole, part in zip(result, chunk_result, strict=True):
+                    if whole is not None and part is not None:
+                        whole[rows] = part
         return results
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
@@ -260,7 +273,11 @@ class TorchReader:
 
             # Coefficients and memory of these rows, of each head; None stays None. Where the memory has the dtype of
             # the sums, the gradient of the logits is computed in it, else copied to it afterwards.
-            chunks = [head and TileGradient(head.coefficients.at(rows), head.out[rows]) for head in gradients]
+            chunks = [
+                head_gradient
+                and TileGradient(coefficients=head_gradient.coefficients.at(rows), out=head_gradient.out[rows])
+                for head_gradient in gradients
+            ]
             logit_gradients = tile_gradients(
                 logits,
                 [logsumexp[rows] for logsumexp in logsumexps],
@@ -280,7 +297,7 @@ class TorchReader:
                     chunk.out.copy_(logit_gradient)
 
     def _chunks(self, tiles: Sequence[Tile]) -> list[slice]:
-        """Cut the positions of tiles into slices of at most MAX_CHUNK logits, which are read one after the other."""
+        """Cut the positions of a tile into slices with at most MAX_CHUNK logits, which are read one after the other."""
         c, t = tiles[0].logits.shape
         device_type = self._device_type or tiles[0].logits.device.type
         size = max(1, min(c, MAX_CHUNK["cuda" if device_type == "cuda" else "cpu"] // t))
@@ -303,14 +320,14 @@ def _finished(tile: Tile, rows: slice) -> Tensor:
 
 
 def _memory(chunk_sums: TileSums, tile: Tile) -> TileSums:
-    """Return memory for the sums of a whole tile, with the fields that the sums of a chunk have.
+    """Return uninitialized memory for the sums of a whole tile; fields that are None in the sums of a chunk stay None.
 
-    The memory is taken before the second chunk: small tensors that are made among a chunk's large ones, and outlive
-    them, would split the memory that the large ones leave, and the next chunk would take more.
+    It is allocated before the second chunk. Otherwise the small sums of each chunk, allocated among its large tensors
+    and kept longer, would fragment the memory that the large tensors free, and the next chunk would take more.
     """
-    columns = {name: column for name, column in chunk_sums._asdict().items() if column is not None}
+    known = {name: column for name, column in chunk_sums._asdict().items() if column is not None}
     n = len(tile.logits)
-    return chunk_sums._replace(**{name: column.new_empty((n, *column.shape[1:])) for name, column in columns.items()})
+    return chunk_sums._replace(**{name: column.new_empty((n, *column.shape[1:])) for name, column in known.items()})
 
 
 def _add_at(gradient: Tensor, columns: Tensor, terms: Tensor) -> None:

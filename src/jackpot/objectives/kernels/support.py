@@ -31,7 +31,8 @@ def support_log_probs(
     Returns:
         log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without gradient, -inf where not kept.
     """
-    # The sampled id comes first; where the list names it too, it is masked there and must not count twice.
+    # `columns` are the rows of the weight to read. The sampled id comes first; where the list names it too, the list's
+    # is masked: it must not count twice.
     is_sampled = support_ids == ids[:, None]
     columns = torch.cat((ids[:, None], support_ids), dim=1)
     in_support = torch.cat((torch.ones_like(ids[:, None], dtype=torch.bool), is_kept & ~is_sampled), dim=1)
@@ -59,13 +60,16 @@ class _Context(FunctionCtx):
 
 
 class _RowProducts(torch.autograd.Function):
-    """The product of each position's hidden state with the position's own rows of the weight."""
+    """The autograd function that multiplies each position's hidden state by the rows of the weight at its own ids."""
 
     @staticmethod
     def forward(
         ctx: _Context, dtype: torch.dtype, operands: torch.dtype, columns: Tensor, hidden: Tensor, weight: Tensor
     ) -> Tensor:
-        """Return [N, G] in `dtype`, of hidden [N, H] and weight [V, H] rounded to `operands`, at columns [N, G]."""
+        """Round hidden [N, H] and weight [V, H] to `operands`, and multiply each hidden state by the rows `columns`.
+
+        The products are [N, G] in `dtype`, as `columns` is [N, G].
+        """
         ctx.save_for_backward(columns, hidden, weight)
         ctx.dtype, ctx.operands = dtype, operands
         products = hidden.new_empty(columns.shape, dtype=dtype)
@@ -78,7 +82,7 @@ class _RowProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden and weight, from the gradient of the products, [N, G]."""
+        """Return the gradients of hidden and weight, forward's arguments 3 and 4, from that of the products, [N, G]."""
         [gradient] = gradients
         columns, hidden, weight = ctx.saved_tensors
         dtype, operands = ctx.dtype, ctx.operands

@@ -63,7 +63,7 @@ class Workspace:
 class Tile(NamedTuple):
     """The logits of one head at C positions and T tokens."""
 
-    logits: Tensor  # [C, T]: W h where `is_raw`, else soft-capped and over the temperature
+    logits: Tensor  # [C, T]: products W h where `is_raw`, else soft-capped and divided by the temperature
     bias: Tensor | None  # [T]
     soft_cap: float | None
     temperature: float
@@ -93,7 +93,8 @@ class HeadOperands:
         workspace: Workspace,
         kept_tiles: KeptTiles | None,
     ) -> None:
-        """
+        """Cast the hidden states; the rows of the weight are cast when they are multiplied.
+
         Args:
             name: name of the head, which tells its memory in the workspace from the other head's.
             operand_dtype: dtype to which hidden states and weight are cast before they are multiplied.
@@ -117,7 +118,7 @@ class HeadOperands:
         return self.bias is None and self._soft_cap is None and self._temperature == 1.0
 
     def select(self, columns: slice) -> None:
-        """Select the tokens, a slice of the vocabulary, whose tiles of logits are formed from now on."""
+        """Select the tokens, a slice of the vocabulary, whose logits `tile` returns from now on."""
         self._columns, self._loaded = columns, None
 
     @property
@@ -143,10 +144,10 @@ class HeadOperands:
             self._kept_tiles[key] = logits
 
         return Tile(
-            logits,
-            None if self.bias is None else self.bias[self._columns],
-            self._soft_cap,
-            self._temperature,
+            logits=logits,
+            bias=None if self.bias is None else self.bias[self._columns],
+            soft_cap=self._soft_cap,
+            temperature=self._temperature,
             may_mask=self.bias is not None or self._operand_dtype == torch.float16,  # float16 overflows
             is_raw=known_logits is None and not self.is_plain,
             is_kept=self._kept_tiles is not None,
@@ -156,7 +157,7 @@ class HeadOperands:
         """Multiply the hidden states of these positions by the selected rows of the weight: [C, T].
 
         The products have the logits' dtype; but where the device has no mixed product (`has_mixed_product`), products
-        that need nothing more to be logits keep the operands' dtype.
+        that already are the logits (`is_plain`) keep the operands' dtype.
         """
         hidden, weight = self.hidden[rows], self._rows_of_weight.t()
         shape = hidden.shape[0], weight.shape[1]
@@ -177,7 +178,7 @@ class HeadOperands:
     def gradient_tile(self, tile: Tile) -> Tensor:
         """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the operands.
 
-        Where backward does not read the logits again, their own memory serves.
+        It is the logits' own memory where that has this dtype and backward does not read the logits again.
         """
         if tile.logits.dtype == self._operand_dtype and not tile.is_kept:
             return tile.logits
@@ -212,7 +213,8 @@ class HeadGrads:
     """
 
     def __init__(self, operands: HeadOperands, tensors: HeadTensors, needed: Sequence[bool]) -> None:
-        """
+        """Allocate the gradients that are needed.
+
         Args:
             needed: whether the gradient of each of the three tensors is needed.
         """
@@ -229,7 +231,7 @@ class HeadGrads:
         return any(total is not None for total in (self.hidden, self.weight, self.bias))
 
     def begin_tile(self, columns: slice) -> None:
-        """Begin the sum of the weight's gradient for the tokens `columns`, [T, H], at 0."""
+        """Set the sum of the weight's gradient for the tokens `columns`, [T, H], to 0."""
         if self.weight is None:
             return
         rows = self.weight[columns]
@@ -238,7 +240,7 @@ class HeadGrads:
         self.tile = rows.zero_()
 
     def end_tile(self, columns: slice) -> None:
-        """Round the sum of a tile, to which every position has added, to the dtype of the weight's gradient.
+        """Store the finished sum for the tokens `columns` in the weight's gradient, rounded to that gradient's dtype.
 
         Where both dtypes are equal, the sum was made in the weight's gradient itself.
         """

@@ -33,7 +33,8 @@ def _logits(
 ) -> tl.tensor:  # fmt: skip
     """Load logits of one row in float32, at the given columns; -inf where `mask` is False.
 
-    With RAW the memory holds products W h, which become logits: plus bias, soft-capped, divided by the temperature.
+    `start` points to the row, `bias` to the bias. With RAW the row holds products W h, which become logits: plus bias,
+    soft-capped, divided by the temperature.
     """
     logits = tl.load(start + columns, mask=mask, other=0.0).to(tl.float32)
     if RAW:
@@ -57,7 +58,7 @@ def _finish(
     begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load WIDTH logits of a row and finish them. Store logits that were raw, and the largest of each block."""
+    """Load and finish WIDTH logits of a row. Store them if they were raw, and the largest of each block in `maxima`."""
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
     logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
@@ -75,7 +76,7 @@ def _store_sums(
     sums: tl.tensor, C: int, row_max: tl.tensor, sum_exp: tl.tensor, moment: tl.tensor, gap: tl.tensor,
     masked: tl.tensor, PAIR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the sums of one position and one head to `sums`, C numbers apart; the last two only for a pair of heads."""
+    """Write the sums of one position and head from `sums` on, C numbers apart; gap and masked only for two heads."""
     tl.store(sums, row_max)
     tl.store(sums + C, tl.sum(sum_exp, axis=0))
     tl.store(sums + 2 * C, tl.sum(moment, axis=0))
@@ -104,6 +105,7 @@ def _read(
     masked_p = tl.full([WIDTH], float("-inf"), tl.float32)
     masked_q = tl.full([WIDTH], float("-inf"), tl.float32)
 
+    # Finish the logits, and take their maxima.
     for begin in range(0, T, WIDTH):
         logits_p = _finish(
             p, bias_p, cap_p, temperature, maxima_p, begin, T, NUM_BLOCKS, RAW_P, BIAS_P, CAP_P, TOPS, WIDTH
@@ -127,6 +129,7 @@ def _read(
     gap_p = tl.zeros([WIDTH], tl.float32)
     gap_q = tl.zeros([WIDTH], tl.float32)
 
+    # Read the logits again for the sums, which are relative to the maxima.
     for begin in range(0, T, WIDTH):
         columns = begin + tl.arange(0, WIDTH)
         shifted_p = _finished(p, columns, T) - row_max_p
@@ -160,13 +163,13 @@ def _common_mass(
     """Write sum_x min(q(x), p(x) / lam) to `mass` [C]."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([WIDTH], tl.float32)
-    of_p, of_q = tl.load(logsumexp_p + row), tl.load(logsumexp_q + row)
+    normalizer_p, normalizer_q = tl.load(logsumexp_p + row), tl.load(logsumexp_q + row)
     for begin in range(0, T, WIDTH):
         columns = begin + tl.arange(0, WIDTH)
         mask = columns < T
         logits_p = _logits(p + row * T, bias_p, columns, mask, cap_p, temperature, RAW_P, BIAS_P, CAP_P)
         logits_q = _logits(q + row * T, bias_q, columns, mask, cap_q, temperature, RAW_Q, BIAS_Q, CAP_Q)
-        total += tl.minimum(tl.exp(logits_q - of_q), tl.exp(logits_p - of_p) / lam)
+        total += tl.minimum(tl.exp(logits_q - normalizer_q), tl.exp(logits_p - normalizer_p) / lam)
     tl.store(mass + row, tl.sum(total, axis=0))
 
 
@@ -176,6 +179,7 @@ def _gradient(
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Evaluate the formula of `GradCoefficients`, times the derivative of a soft cap: the gradient of the products."""
+    # The fields of `GradCoefficients` lie in their order, C numbers apart.
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
     on_log = tl.load(coefficients + 2 * C + row)
@@ -198,7 +202,7 @@ def _differentiate(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr,
     TRAINS_P: tl.constexpr, TRAINS_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of both heads' products; `coefficients` [2, 5, C].
+    """Write the gradients of both heads' products; `coefficients` [2, 5, C] are the `GradCoefficients` of each head.
 
     All loads come before the stores, since a gradient may take the memory of the logits.
     """
@@ -289,6 +293,7 @@ class TritonReader(TileReader):
                 if column is not None:
                     coefficients[i, j] = column
 
+        # A head without gradient passes the logits in place of memory that is not written.
         out = [logits if target is None else target.out for target in gradients]
         is_pair, trains = len(tiles) == 2, [target is not None for target in gradients]
         arguments, flags = _operands(tiles)
@@ -305,7 +310,7 @@ def _launch(
 ) -> None:
     """Run a kernel's programs, one for each point of `grid`; none for an empty grid.
 
-    The kernel's annotations are the types in its body; a tensor that is passed here is a pointer there.
+    A tensor that is passed here reaches the kernel as a pointer, so the kernel's annotations name other types.
     """
     if grid[0]:
         kernel[grid](*arguments, **constants)
@@ -324,4 +329,5 @@ def _operands(tiles: Sequence[Tile]) -> tuple[list[Tensor | float], dict[str, bo
     flags: dict[str, bool] = {}
     for name, tile in zip("PQ", pair, strict=True):
         flags |= {f"RAW_{name}": tile.is_raw, f"BIAS_{name}": tile.bias is not None, f"CAP_{name}": bool(tile.soft_cap)}
+    # In the order of the kernels' first parameters.
     return [*(tile.logits for tile in pair), *biases, *caps, tiles[0].temperature], flags

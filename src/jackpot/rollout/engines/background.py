@@ -36,7 +36,7 @@ class BackgroundEngine(QueuedEngine):
     """
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
-        """Return finished rollouts as `Engine.collect` does; after a failure, raise it once all of them were returned.
+        """Return finished rollouts as `Engine.collect` does; if generation has failed, raise once all are returned.
 
         Raises:
             EngineError: the engine is closed or has failed, or `n` is negative.
@@ -78,7 +78,7 @@ class ThreadEngine(BackgroundEngine):
     """An engine that generates on a thread of this process, which alone touches the model and its state."""
 
     def __init__(self, version: Version, thread_name: str) -> None:
-        """Start the thread that generates; a subclass sets the attributes that `_step` reads before it calls this.
+        """Start the thread that generates; before that, a subclass must have set the attributes that `_step` reads.
 
         Args:
             thread_name: name of the thread, which errors mention.
@@ -144,7 +144,7 @@ class ThreadEngine(BackgroundEngine):
             self._shut_down()
 
     def _serve(self, function: Callable[[], Any], future: Future) -> None:
-        """Call a function, and store the result or the error in a future. An error but EngineError ends the thread."""
+        """Call a function, and store its result or error in a future. Errors but EngineError end the thread."""
         try:
             future.set_result(function())
         except EngineError as error:

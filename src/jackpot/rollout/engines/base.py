@@ -28,7 +28,7 @@ class Request:
     prompt: Prompt  # token ids from which the response continues
     seed: int  # seed of the response's draws, unsigned 64 bits
     sampling: Sampling  # temperature, filters and length of the response
-    exact_drafts: bool = False  # True: accept drafts with lam 1 whatever the settings say, so without bias
+    exact_drafts: bool = False  # True: accept drafts by the exact rule (lam 1), without bias, whatever the settings say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +39,10 @@ class Capabilities:
     num_top_log_probs: int  # largest number of top log-probs that the engine returns for a token
     max_model_len: int  # largest length of a prompt and its response together, tokens
     # True where the engine does not sample from the distribution of the weights that it was sent, because it computes
-    # with quantized numbers, or accepts drafts with lam below 1
+    # with quantized numbers, or accepts more drafts than the exact rule does (lam below 1)
     quantized: bool
-    # Name of the number formats of linear layers and cache. Training in these formats (`precision: fp8`) computes the
-    # same bits on a CPU, but for rounding in the output layer. None: no training computes the same bits.
+    # Name of the number formats of the engine's linear layers and key-value cache. Training in these formats
+    # (`precision: fp8`) computes the same bits on a CPU, but for rounding in the output layer. None: no training does.
     number_formats: str | None = None
     coded_weights: CodedWeights | None = None  # weights that may be sent quantized, as codes and scales; None: none
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it

@@ -66,7 +66,7 @@ def check_weights(
     Args:
         codes: parameters that may be sent quantized, as codes and scales, either all of them or none.
     """
-    # Dtype of the codes of each parameter: those that were sent, and those that the engine takes.
+    # The dtype of each quantized parameter's codes (`LARGEST` has all such dtypes): those sent, and those expected.
     as_codes = {name: tensor.dtype for name, tensor in weights if tensor.dtype in LARGEST}
     expected = dict.fromkeys(codes.names, codes.scheme.weights.codes) if codes else {}
     if as_codes and as_codes != expected:
@@ -76,6 +76,7 @@ def check_weights(
             f"takes, such as {wrong[0]}; send those of capabilities.coded_weights, or all weights as numbers"
         )
 
+    # Codes come with their scales, which are sent as tensors of their own.
     if as_codes and codes:
         shapes = {**shapes, **codes.shapes(shapes)}
 

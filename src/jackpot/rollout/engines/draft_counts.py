@@ -14,7 +14,7 @@ class DraftCounts:
     tokens: int = 0  # tokens generated
     passes: int = 0  # forward passes of the policy for a response, the pass over its prompt included
     verifications: int = 0  # number of these passes that verified drafts
-    verified: int = 0  # tokens that such passes gave: accepted drafts, and the token after the last of them
+    verified: int = 0  # tokens that verifying passes gave: accepted drafts, and the token after the last of them
     judged: int = 0  # drafts that were accepted or rejected; drafts after a rejected one are neither
     accepted: int = 0  # judged drafts that were accepted
     read_alone: int = 0  # tokens that the policy would read to generate the responses without drafts

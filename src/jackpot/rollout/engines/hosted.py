@@ -46,7 +46,7 @@ class EngineHost:
         """Take over engines that this process has made.
 
         Args:
-            engines: engines by name, where a name is the setting that describes the engine.
+            engines: engines by the setting that describes them, `engine` or `evaluation.engine`, which is their name.
             sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
@@ -118,12 +118,12 @@ def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None])
     requests = [
         Request(
             uid=uid,
-            prompt=Prompt(uid=uid, text="", answer="", token_ids=tuple(ids.tolist())),
+            prompt=Prompt(uid=uid, text="", answer="", token_ids=tuple(token_ids.tolist())),
             seed=seed,
-            sampling=samplings[index],
-            exact_drafts=exact,
+            sampling=samplings[sampling_index],
+            exact_drafts=exact_drafts,
         )
-        for uid, ids, seed, index, exact in message["requests"]
+        for uid, token_ids, seed, sampling_index, exact_drafts in message["requests"]
     ]
     engine.submit(requests)
 
@@ -133,6 +133,7 @@ def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None])
         rollouts |= {rollout.uid: rollout for rollout in finished}
         sign()
 
+    # A rollout is sent as a tuple: why it ended, then its columns of tokens.
     read_columns = attrgetter("finish", *TOKEN_COLUMNS)
     rows = [read_columns(rollouts[request.uid]) for request in requests]
     return {"rollouts": rows, "drafts": asdict(engine.take_draft_counts())}
@@ -180,7 +181,7 @@ class NewestWeights(dict[str, SentWeights]):
 
 
 class HostPeer(Peer):
-    """The asking side of one host, which sends requests to the host and brings the host to the newest weights."""
+    """The side of this process towards one host: it sends the host requests and brings it to the newest weights."""
 
     weights: NewestWeights | None
 
@@ -198,6 +199,7 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
+        # A host that was lost, and did not only restart, stays closed while engines sleep.
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -222,8 +224,8 @@ class HostPeer(Peer):
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, request: PeerRequest) -> Any:
-        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if it does not hold these weights."""
-        assert self.weights is not None  # a peer without them is given no request
+        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if the host has lost its weights."""
+        assert self.weights is not None  # a peer without weights is given no request
         held = {engine: weights.name for engine, weights in self.weights.items()}
         answer = await self._ask({**request.message, "held": held})
         if "stale" in answer:
@@ -333,7 +335,13 @@ class EnginePool:
         first = next(peer for peer in self.pool.peers if peer.engines)
         # The engines by the setting that describes each; the pool closes when its last engine is closed.
         self.engines = {
-            name: PooledEngine(self, name, version, _capabilities(facts["capabilities"]), facts["events"])
+            name: PooledEngine(
+                pool=self,
+                name=name,
+                version=version,
+                capabilities=_capabilities(facts["capabilities"]),
+                events=facts["events"],
+            )
             for name, facts in first.engines.items()
         }
 
@@ -357,7 +365,9 @@ class EnginePool:
 
         The call returns once the engine sleeps in every host that is not lost; lost hosts start again at an update.
         """
-        asleep = SentWeights(f"{name} asleep {next(self._weight_numbers)}", self.pool.newest[name].version, None)
+        asleep = SentWeights(
+            name=f"{name} asleep {next(self._weight_numbers)}", version=self.pool.newest[name].version, memory=None
+        )
         newest = NewestWeights({**self.pool.newest, name: asleep})
         sleepers = [key for key, engine in self.engines.items() if engine.capabilities.sleeps]
         newest.is_resting = all(newest[sleeper].memory is None for sleeper in sleepers)
@@ -383,7 +393,7 @@ class EnginePool:
                 f"cannot put the weights of {name} into shared memory: {error}. There must be room for each model that "
                 f"generates twice, beside what every engine holds"
             ) from error
-        return SentWeights(f"{name} {next(self._weight_numbers)}", version, memory)
+        return SentWeights(name=f"{name} {next(self._weight_numbers)}", version=version, memory=memory)
 
 
 class PooledEngine(BackgroundEngine):
@@ -430,7 +440,8 @@ class PooledEngine(BackgroundEngine):
     def _chunk_request(self, chunk: Sequence[Request]) -> PeerRequest:
         """Return the request to a host for the responses of a chunk.
 
-        The message has each `Sampling` once, and for each response the index of its `Sampling`.
+        The message has each `Sampling` once, and for each response what `_generate` makes its `Request` of, with the
+        index of its `Sampling`.
         """
         samplings = list({id(request.sampling): request.sampling for request in chunk}.values())
         indices = {id(sampling): index for index, sampling in enumerate(samplings)}
@@ -494,5 +505,7 @@ def _parse_generated(chunk: Sequence[Request], answer: dict[str, Any]) -> tuple[
 
 def _capabilities(facts: dict[str, Any]) -> Capabilities:
     """Return the capabilities of a host's engine, from the plain values to which `_describe` turned them."""
-    coded = facts["coded_weights"] and CodedWeights(tuple(facts["coded_weights"][0]), facts["coded_weights"][1])
+    coded = facts["coded_weights"] and CodedWeights(
+        names=tuple(facts["coded_weights"][0]), quantization=facts["coded_weights"][1]
+    )
     return Capabilities(**facts | {"dtype": getattr(torch, facts["dtype"]), "coded_weights": coded})

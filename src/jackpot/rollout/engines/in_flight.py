@@ -74,10 +74,9 @@ class InFlightRequests:
 
 
 class QueuedEngine(Engine):
-    """An engine with a record of its requests and checks before its calls, wherever and whenever it generates.
+    """An engine that records its requests in flight and checks each call first; how it generates, a subclass decides.
 
-    A subclass generates. It sets `_capabilities` before the first request, and `_is_asleep` to False when it gets
-    weights.
+    The subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
     """
 
     _capabilities: Capabilities
@@ -115,7 +114,7 @@ class QueuedEngine(Engine):
 
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Have requests generated, which are checked and in flight, and return at once."""
+        """Start to generate requests, which are already checked and in flight, and return at once."""
 
     def take_events(self) -> list[dict[str, Any]]:
         events = list(self._events)

@@ -283,7 +283,7 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     def _watch(self, futures: Sequence[Future]) -> None:
-        """Store the futures that `results` waits for, so that any failure of the pool, also a past one, ends them."""
+        """Store the futures that `results` waits for; a failure of the pool, past or future, ends them all."""
         self._futures = set(futures)
         if self.failure is not None:
             self._fail(self.failure)
@@ -378,7 +378,7 @@ class Pool(Generic[AnyPeer]):
             raise peer.error
 
     def _is_next(self, peer: Peer) -> bool:
-        """Return whether no ready peer works on fewer requests than this one, and this one has room for another."""
+        """Return whether `peer` has room for another request, and no ready peer works on fewer requests."""
         loads = [ready.num_running for ready in self.peers if ready.error is None and ready.weights is self.newest]
         return peer.num_running == min(loads) < peer.capacity
 
