@@ -126,7 +126,8 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
         passes=1 + len(drafted),
         verifications=len(drafted),
         verified=response_length - 1,
-        judged=sum(min(1 + right, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
+        # In each pass the accepted drafts and, if not all were accepted, the one that was rejected.
+        judged=sum(min(right + 1, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
         accepted=sum(accepted),
         read_alone=prompt_length + response_length - 1,
         read_by_policy=prompt_length + sum(drafted) + len(drafted),
