@@ -24,7 +24,7 @@ class PromptGroup:
     has_equal_rewards: bool
 
     def scores(self) -> list[tuple]:
-        """Return the uid of each member, followed by the values of the fields of the member's score."""
+        """Return a tuple for each member: the member's uid, then the values of the fields of the member's score."""
         return [(member.rollout.uid, *_values(member.score)) for member in self.members]
 
 

@@ -254,17 +254,17 @@ class _Worker:
 
     def __init__(self, environment: Sequence[str]) -> None:
         """Start the process; `environment` as in `CallLimits`."""
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_end = socket.socketpair()
         self._lines = self._socket.makefile("rb")
         path = json.dumps([*filter(None, sys.path), os.getcwd()])
 
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
-        with theirs:
+        with worker_end:  # closed here once the process has it
             self._mark = secrets.token_hex(8)
             passed = [name for name in os.environ if _SAFE_VARIABLES.fullmatch(name) or name in environment]
             variables = {name: os.environ[name] for name in passed} | {_MARK: self._mark}
             command = [sys.executable, "-c", _ENTRY, path]
-            self.process = Popen(command, stdin=theirs.fileno(), start_new_session=True, env=variables)
+            self.process = Popen(command, stdin=worker_end.fileno(), start_new_session=True, env=variables)
         self.is_async = self.is_shared = False  # is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:

@@ -40,7 +40,8 @@ class RewardFn:
 
     Args:
         rewards: names, weights and limits of the rewards.
-        verdict: the verdict that `submit` will be given, whose reward function is started too; None: "correct".
+        verdict: the verdict that `submit` will be given. If it is by a reward function of the user, that function is
+            started too; None: no further function is started.
         workers: largest number of processes of the verifier and of each reward function; auto: number of free cores.
         timeout: seconds for one comparison, or for one call of a reward function without a limit in the settings.
             After that the answer is wrong, or the function's value 0, and `Score.reward_error` says so.

@@ -74,7 +74,7 @@ def layer_masks(
 
     by_window: dict[int | None, Tensor] = {}
     for window in set(windows):
-        far = hidden if window is None else hidden | (positions <= last - window)
+        far = hidden if window is None else hidden | (positions <= last - window)  # hidden, also by the window
         mask = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)
         by_window[window] = mask[:, None]
     return [by_window[window] for window in windows]
@@ -114,7 +114,7 @@ def decoding_event(
 
 
 class GraphCapture:
-    """A capture of steps as CUDA graphs; without a GPU, and after a failed capture, steps run uncaptured."""
+    """A function that captures steps as CUDA graphs; it returns them as they are without a GPU or after a failure."""
 
     def __init__(self, device_type: str, events: list[dict[str, Any]]) -> None:
         """Prepare captures on a device.

@@ -70,7 +70,7 @@ def repair_sampling(worker: Any) -> None:
     sample = runner._sample
 
     def sample_step(logits: Tensor, drafts: Any) -> Any:
-        """Sample a step's tokens as vLLM does, and if no request has drafts, as without a draft model."""
+        """Sample the tokens of a step as vLLM does; if no request has drafts, as vLLM does without a draft model."""
         return sample(logits, drafts if any(drafts.num_draft_tokens) else None)
 
     runner._sample = sample_step
