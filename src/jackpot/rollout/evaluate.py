@@ -53,7 +53,7 @@ class Evaluation:
 
     @property
     def accuracy_stderr(self) -> float:
-        """Return the standard error of `accuracy`, where the problems are a random sample of all such problems."""
+        """Return the standard error of `accuracy`, if the problems are a random sample of all such problems."""
         return standard_error(self._means([bool(score.correct) for score in self.scores]))
 
     @property
@@ -69,7 +69,7 @@ class Evaluation:
 
     @property
     def reward_stderr(self) -> float:
-        """Return the standard error of `reward`, where problems are a random sample; NaN for a single problem."""
+        """Return the standard error of `reward`, if the problems are a random sample; NaN for a single problem."""
         means = self._means([score.reward for score in self.scores])
         return float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
 
@@ -93,7 +93,7 @@ class Evaluation:
         return sum(rollout.finish == "length" for rollout in self.rollouts) / len(self.rollouts)
 
     def role_metrics(self) -> dict[str, float]:
-        """Return metrics of a model on held-out problems, logged as `eval/ROLE_...`; no accuracy without a verdict."""
+        """Return metrics of a model on held-out problems, logged as `eval/ROLE_...`; accuracy needs `has_verdict`."""
         metrics = {"reward": self.reward}
         if self.has_verdict:
             metrics |= {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr}
@@ -103,7 +103,7 @@ class Evaluation:
         return metrics | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
-        """Return metrics of a benchmark, logged as `eval/NAME/...`; the reward replaces mean@k without a verdict."""
+        """Return metrics of a benchmark, logged as `eval/NAME/...`, with the reward for mean@k if not `has_verdict`."""
         if self.has_verdict:
             metrics = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr}
             metrics["pass_at_k"] = self.pass_at_k
@@ -127,12 +127,13 @@ class ScoredResponse(NamedTuple):
 def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, name: str = OWN_SET) -> Request:
     """Return the request for sample number `sample` of a problem in the set `name`, without top log-probs.
 
-    Drafts are accepted exactly (lam 1), because an evaluation measures the model, and not what relaxed drafts make of
-    its distribution.
+    Drafts are accepted exactly (as at `draft.lam` 1), because an evaluation measures the model, and not what relaxed
+    drafts make of its distribution.
     """
     # Seed and uid of sample 0 of a held-out problem come from the problem alone, so the response stays the same where
     # more samples or more evaluation sets are asked for.
-    key = (prompt.uid, *((sample,) if sample else ())) if name == OWN_SET else (name, prompt.uid, sample)
+    own_key = (prompt.uid, sample) if sample else (prompt.uid,)
+    key = own_key if name == OWN_SET else (name, prompt.uid, sample)
     return Request(
         uid="/".join(map(str, ("eval", *key))),
         prompt=prompt,

@@ -19,12 +19,12 @@ class PromptGroup:
     """The usable responses to one prompt, with their scores."""
 
     members: list[ScoredRollout]
-    # True if the responses that are compared with each other, all members or those of one model, have equal rewards, as
-    # the task gave them, without a penalty for overlong responses
+    # True if responses that are compared with each other have equal rewards. All members are compared, or those of each
+    # sampling model among themselves, by the rewards that the task gave, without a penalty for overlong responses.
     has_equal_rewards: bool
 
     def scores(self) -> list[tuple]:
-        """Return the uid of each member, followed by the values of the fields of the member's score."""
+        """Return a tuple for each member: the member's uid, then the values of the fields of the member's score."""
         return [(member.rollout.uid, *_values(member.score)) for member in self.members]
 
 
@@ -40,6 +40,7 @@ class GenerationBatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the batch as plain values and one tensor per token column, without objects that need pickle."""
         prompts = {rollout.prompt.uid: rollout.prompt for rollout in self.generated}
+        # What `from_state` reads in the same order; all else of a rollout is in the token columns.
         rollouts = [
             (rollout.uid, rollout.prompt.uid, rollout.finish, rollout.sampled_by, len(rollout.token_ids))
             for rollout in self.generated
@@ -62,11 +63,13 @@ class GenerationBatch:
 
         lengths = [length for *_, length in state["rollouts"]]
         columns = {name: column.split(lengths) for name, column in state["columns"].items()}
+
+        # Each rollout has one of the tuples, and its own tokens of every column.
         rollouts: dict[str, Rollout] = {}
-        for (uid, prompt, finish, sampled_by, _), *values in zip(state["rollouts"], *columns.values(), strict=True):
+        for (uid, prompt_uid, finish, sampled_by, _), *values in zip(state["rollouts"], *columns.values(), strict=True):
             rollouts[uid] = Rollout(
                 uid=uid,
-                prompt=prompt_of[prompt],
+                prompt=prompt_of[prompt_uid],
                 finish=finish,
                 sampled_by=sampled_by,
                 **dict(zip(columns, values, strict=True)),

@@ -23,7 +23,7 @@ def stream_rollouts(
 ) -> Iterator[Rollout]:
     """Generate the response to every request, and yield its rollout as soon as the response ends, in any order.
 
-    For a task without `turn_end_token_ids` the requests go to the engine unchanged, and its rollouts are yielded.
+    For a task without `turn_end_token_ids` every response is a single turn, and the engine gets the requests unchanged.
 
     The call itself submits the first turns, so an engine that generates in the background starts at once. Later turns
     are submitted while the caller waits for the next rollout.
@@ -83,7 +83,7 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Ro
 
 
 def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
-    """Wait until a turn with one of the uids `pending` is finished, and return it in a list."""
+    """Wait until a turn with one of the uids `pending` is finished, and return a list of this turn alone."""
     turns = engine.collect(1, uids=pending)
     if not turns:
         raise EngineError(f"the engine has nothing left to return; missing: {', '.join(sorted(pending)[:5])}")
@@ -101,7 +101,7 @@ class _Episode:
         self._task, self._tokenizer = task, tokenizer
         self._request = request
         context = engine.capabilities.max_model_len - len(request.prompt.token_ids)
-        self._limit = min(request.sampling.max_new_tokens, context)
+        self._limit = min(request.sampling.max_new_tokens, context)  # largest length of the response, tokens
         self._segments: list[Rollout] = []
         self.finish: Finish | None = None  # why the response has ended, None while it goes on
 
@@ -163,13 +163,13 @@ class _Episode:
 
 def _reply_segment(token_ids: list[int], turn: Rollout) -> Rollout:
     """Return the environment's reply to `turn` as a rollout: no model sampled it, so it has no log-probs."""
-    length, top = len(token_ids), turn.top_ids.shape[1]
+    length, num_top = len(token_ids), turn.top_ids.shape[1]
     return replace(
         turn,
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         rollout_log_probs=torch.zeros(length),
         sampled_mask=torch.zeros(length, dtype=torch.bool),
-        top_ids=torch.zeros(length, top, dtype=torch.int64),
-        top_log_probs=torch.full((length, top), -torch.inf),
+        top_ids=torch.zeros(length, num_top, dtype=torch.int64),
+        top_log_probs=torch.full((length, num_top), -torch.inf),
         versions=turn.versions[-1:].expand(length, -1),
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jackpot.core.errors import DataError
 from jackpot.core.statistics import Interval, student_t
 
-_PSEUDO_PROBLEMS = 2  # number of made-up problems, as far apart as possible, that `standard_error` adds
+_PSEUDO_PROBLEMS = 2  # number of made-up problems, of the largest possible variance, that `standard_error` adds
 
 
 def reported_ks(samples: int) -> list[int]:
@@ -79,7 +79,8 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
     if problems == 1:
         return Interval(mean, None, None)
 
-    # The bounds are the roots m of (m - mean)^2 = t^2 m (1 - m) / N.
+    # The bounds are the roots m of (m - mean)^2 = t^2 m (1 - m) / N, where `effective` is N and `t2` is t^2. Both are
+    # (`middle` -+ `half`) / (1 + t^2 / N).
     largest, t2 = mean * (1.0 - mean), student_t(problems - 1) ** 2
     effective = largest / standard_error(values) ** 2 if largest > 0.0 else problems
     middle = mean + t2 / (2.0 * effective)

@@ -42,8 +42,8 @@ def make_starter(entry: str, environment: Mapping[str, str] | None = None) -> St
 
     Args:
         entry: text of the program, whose one argument is the number of the socket's descriptor.
-        environment: variables to set beside this process's environment, of which those that tell a process its rank are
-            left out.
+        environment: variables that are set besides those of this process. Variables of this process that tell it its
+            rank are not handed on.
     """
 
     async def start(far_end: socket.socket) -> asyncio.subprocess.Process:
@@ -93,7 +93,7 @@ class ProcessLink(Link):
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
-        """Send a message and return the answer, for which it waits as long as signs of life come in time."""
+        """Send a message, wait for the answer as long as signs of life come in time, and return the answer."""
         self._newest += 1
         await self._send(message)
 
@@ -102,7 +102,7 @@ class ProcessLink(Link):
                 async with asyncio.timeout(self.silence):
                     frame, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
                     data = await self._reader.readexactly(size)
-                    if size and frame == self._newest:
+                    if size and frame == self._newest:  # else a sign of life, or an answer that has come before
                         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
         except TimeoutError:
@@ -149,7 +149,8 @@ def serve(connection: socket.socket, make: Callable[[Any], Mapping[str, Engine]]
 
     Args:
         connection: this process's end of the socket.
-        make: makes the engines from the setup, keyed by the setting that describes each engine.
+        make: makes the engines from the setup (the first message); their keys are the names of the settings that
+            describe them.
     """
     stream = connection.makefile("rwb")
     newest = -1  # number of the newest frame that was received

@@ -65,6 +65,7 @@ class SharedWeights:
 
         # A safetensors file: the length of the head in 8 bytes, the head as JSON, and the tensors.
         text = json.dumps({"__metadata__": {"format": "pt"}} | head).encode()
+        # Spaces behind the head make the tensors begin at a multiple of `_ALIGNED`.
         text += b" " * (-(8 + len(text)) % _ALIGNED)
         start = 8 + len(text)  # offset of the first tensor
 

@@ -31,7 +31,7 @@ START_TIMEOUT = 600.0  # seconds until a process must be ready; it may load a mo
 _MAX_LINE_BYTES = 2**20  # longest line that a worker may send
 _MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
 _AWAITED = 1.0  # seconds after a job's limit in which an async worker may report which of its calls took too long
-_ARRIVED = 0.05  # shortest wait, seconds, which reads results that came in time even if this process stood still
+_ARRIVED = 0.05  # shortest wait for a message, seconds; so one that came in time is read even if this process was slow
 _GIB = 2**30
 _SAFE_VARIABLES = re.compile(  # environment variables that a process gets: none with keys, tokens or passwords
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX"
@@ -48,9 +48,9 @@ Item = Mapping[str, Any]  # keyword arguments of the function for one response, 
 class CallLimits(NamedTuple):
     """The limits of time, memory and tries of a worker's function."""
 
-    timeout: float  # seconds for one try, of which infinity becomes eleven days (`_MAX_TIMEOUT`)
+    timeout: float  # seconds for one try, at most eleven days (`_MAX_TIMEOUT`)
     retries: int = 0  # number of further tries of a call that failed or took too long
-    batch_size: int = 64  # largest number of items in one call of a batched function, or awaited at the same time
+    batch_size: int = 64  # most items in one call of a function that takes batches, or most calls awaited at once
     memory: float = 2.0  # GiB that a process may take beyond its size when it was ready
     environment: tuple[str, ...] = ()  # names of environment variables that a process gets beside `_SAFE_VARIABLES`
 
@@ -84,7 +84,7 @@ class RewardWorkerPool:
     def __init__(self, function: str, limits: CallLimits, *, workers: int) -> None:
         self._function, self._limits = function, limits
         self._timeout = min(limits.timeout, _MAX_TIMEOUT)
-        self._most_workers, self._batch_size = workers, 1
+        self._most_workers, self._batch_size = workers, 1  # until `wait_until_ready` knows the function
         self._executor: ThreadPoolExecutor | None = None  # None until a worker has imported the function
         self._workers: set[_Worker] = set()  # workers whose process runs
         self._idle: list[_Worker] = []  # workers that have no job
@@ -124,7 +124,7 @@ class RewardWorkerPool:
                 TrainingError if the pool was closed.
         """
         if not items:
-            return list
+            return list  # which returns an empty list, as there are no results
         executor = self.wait_until_ready()
         deadline, size = time.monotonic() + min(limit, _MAX_TIMEOUT), self._batch_size
         jobs = [
@@ -148,7 +148,7 @@ class RewardWorkerPool:
     def _do(self, items: Sequence[Item], deadline: float) -> list[RewardResult]:
         """Call the function for the items of one job, which one worker does; retry failed calls as the limits say."""
         if time.monotonic() > deadline:
-            not_begun = RewardResult(0.0, "timeout", 0, "its call had not begun when the time of its batch was up")
+            not_begun = RewardResult(0.0, "timeout", text="its call had not begun when the time of its batch was up")
             return [not_begun] * len(items)
 
         results = self._settled(items)
@@ -156,16 +156,15 @@ class RewardWorkerPool:
             failed_indices = [index for index, result in enumerate(results) if result.error]
             if failed_indices:
                 time.sleep(2.0**retry)
-                for index, result in zip(
-                    failed_indices, self._settled([items[index] for index in failed_indices]), strict=True
-                ):
+                retried = self._settled([items[index] for index in failed_indices])
+                for index, result in zip(failed_indices, retried, strict=True):
                     results[index] = result._replace(retries=retry + 1)
         return results
 
     def _settled(self, items: Sequence[Item]) -> list[RewardResult]:
         """Call the function once for all items; repeat calls that ended their process, each alone in a new process."""
         ended_twice = RewardResult(
-            0.0, "crash", 0, "its process ended twice, the second time while it was called alone"
+            0.0, "crash", text="its process ended twice, the second time while it was called alone"
         )
         return [
             result or self._tried([item], is_fresh=True)[0] or ended_twice
@@ -182,20 +181,21 @@ class RewardWorkerPool:
 
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
-        is_worn = True  # True: the process is not used for another job
+        is_worn = True  # True: the process ends now, and is not used for another job
 
         job = secrets.token_hex(8)
         try:
-            # The worker answers with a message for each item, and then with one that says whether it is worn.
+            # The worker answers with a message for each item, and then with one that says whether it is worn: whether
+            # it has used too much memory for another job.
             worker.send({"items": items, "job": job}, until)
             while "worn" not in (message := worker.receive(until, job)):
                 index, result = _result(message)
                 results[index] = result
             is_worn = bool(message["worn"])
         except TimeoutError:
-            too_late = RewardResult(0.0, "timeout", 0, f"took longer than {self._timeout:g} s")
+            too_late = RewardResult(0.0, "timeout", text=f"took longer than {self._timeout:g} s")
             results = [result or too_late for result in results]
-        except (EOFError, OSError, IndexError):
+        except (EOFError, OSError, IndexError):  # the process ended, or sent what is no message of this job
             pass  # the missing results stay None
         finally:
             if is_worn:
@@ -254,17 +254,17 @@ class _Worker:
 
     def __init__(self, environment: Sequence[str]) -> None:
         """Start the process; `environment` as in `CallLimits`."""
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_end = socket.socketpair()
         self._lines = self._socket.makefile("rb")
         path = json.dumps([*filter(None, sys.path), os.getcwd()])
 
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
-        with theirs:
+        with worker_end:  # closed here once the process has it
             self._mark = secrets.token_hex(8)
             passed = [name for name in os.environ if _SAFE_VARIABLES.fullmatch(name) or name in environment]
             variables = {name: os.environ[name] for name in passed} | {_MARK: self._mark}
             command = [sys.executable, "-c", _ENTRY, path]
-            self.process = Popen(command, stdin=theirs.fileno(), start_new_session=True, env=variables)
+            self.process = Popen(command, stdin=worker_end.fileno(), start_new_session=True, env=variables)
         self.is_async = self.is_shared = False  # is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:

@@ -40,7 +40,8 @@ class RewardFn:
 
     Args:
         rewards: names, weights and limits of the rewards.
-        verdict: the verdict that `submit` will be given, whose reward function is started too; None: "correct".
+        verdict: the verdict that `submit` will be given. If it is by a reward function of the user, that function is
+            started too; None: no further function is started.
         workers: largest number of processes of the verifier and of each reward function; auto: number of free cores.
         timeout: seconds for one comparison, or for one call of a reward function without a limit in the settings.
             After that the answer is wrong, or the function's value 0, and `Score.reward_error` says so.
@@ -66,19 +67,23 @@ class RewardFn:
 
         limits_of = {
             reward.name: CallLimits(
-                reward.timeout or timeout, reward.retries, reward.batch_size, reward.memory, reward.environment
+                timeout=reward.timeout or timeout,
+                retries=reward.retries,
+                batch_size=reward.batch_size,
+                memory=reward.memory,
+                environment=reward.environment,
             )
             for reward in rewards
             if reward.name not in BUILT_IN
         }
         if verdict is not None and verdict.name not in (REWARD, *BUILT_IN):
-            limits_of.setdefault(verdict.name, CallLimits(timeout))
+            limits_of.setdefault(verdict.name, CallLimits(timeout=timeout))
 
         for name in limits_of:
             if _FUNCTION.fullmatch(name) is None:
                 raise ConfigError(unknown_name("reward", name, [*BUILT_IN, "package.module:function"]))
 
-        self._verifier = RewardWorkerPool(VERIFY, CallLimits(timeout), workers=most_workers)
+        self._verifier = RewardWorkerPool(VERIFY, CallLimits(timeout=timeout), workers=most_workers)
         self._functions = {
             name: RewardWorkerPool(name, limits, workers=most_workers) for name, limits in limits_of.items()
         }
@@ -109,7 +114,7 @@ class RewardFn:
             limit: seconds after which a call that has not begun is given up, with the error `timeout`.
         """
         # Compare without algebra first, where None means that only algebra, in a worker, can decide. A response without
-        # an answer is wrong.
+        # an answer is wrong. Where no comparison is needed, every response has one pair without an answer.
         names = self._used(verdict)
         pairs_of_each = [_pairs(response) if "correct" in names else [("", "")] for response in responses]
         pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))
@@ -124,7 +129,9 @@ class RewardFn:
         def wait() -> list[Score]:
             """Wait for the verifier and the reward functions, and return the scores."""
             # Results of the verifier by pair: those decided without algebra, and then those of the worker processes.
-            verified = {pair: RewardResult(float(is_equal or False), None) for pair, is_equal in equal.items()}
+            verified = {
+                pair: RewardResult(value=float(is_equal or False), error=None) for pair, is_equal in equal.items()
+            }
             verified |= zip(undecided_pairs, wait_for_verifier(), strict=True)
             returned = {name: results() for name, results in waits.items()}
 

@@ -61,17 +61,17 @@ class ServerEngine(BackgroundEngine):
         self._dtype, self._vocab_size = DTYPES[settings.dtype], output_layer(model).out_features
 
         named = dict(model.named_parameters())
-        names = {id(parameter): name for name, parameter in named.items()}
-        # Every name of every parameter (a tied one has several), with the name under which the parameter is sent.
+        name_by_id = {id(parameter): name for name, parameter in named.items()}
+        # For every name of every parameter (a tied one has several), the name under which the parameter is sent.
         every_parameter = model.named_parameters(remove_duplicate=False)
-        all_names = {name: names[id(parameter)] for name, parameter in every_parameter}
+        sent_names = {name: name_by_id[id(parameter)] for name, parameter in every_parameter}
         self._shapes = {name: parameter.shape for name, parameter in named.items()}
-        weight_format = self._expect(model, frozenset(all_names))
+        weight_format = self._expect(model, frozenset(sent_names))
 
         self._id = f"jackpot-{secrets.token_hex(6)}"  # unique name of this engine
-        aliases = {alias: name for alias, name in all_names.items() if alias != name}
+        aliases = {alias: name for alias, name in sent_names.items() if alias != name}
         self._files = WeightsFolder(settings.weights_folder, self._id, self._dtype, aliases, weight_format)
-        self._weight_numbers = count()
+        self._weight_numbers = count()  # numbers in the names of the weights that are sent
 
         limits = PoolLimits(
             patience=settings.connect_timeout or math.inf,
@@ -93,7 +93,7 @@ class ServerEngine(BackgroundEngine):
     # Methods that differ between vLLM and SGLang
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
-        """Store what servers of this model must report, and return the form of the weights that servers get.
+        """Store the facts that servers of this model must report; return the format in which they get weights.
 
         Args:
             parameters: names of the model's parameters, tied ones under each of their names.
@@ -174,12 +174,13 @@ class ServerEngine(BackgroundEngine):
         saved = self._save(weights)
         self._pool.update(saved)
         self._version = version
+        # Keep also the files that a server still reads.
         loading = [replica.loading for replica in self._pool.peers if replica.loading is not None]
         self._files.remove_except([saved, *loading])
         return saved.digest
 
     def _save(self, weights: Sequence[tuple[str, Tensor]]) -> SavedWeights:
-        """Write weights to a new folder, whose name is the name of the weights."""
+        """Write weights to a new folder; the folder and the weights get the same new name."""
         return self._files.save(weights, f"{self._id}-{next(self._weight_numbers)}")
 
     def _end(self) -> None:
@@ -197,7 +198,7 @@ class ServerEngine(BackgroundEngine):
         await self._pool.join(*(self._replica(url, client) for url, client in clients))
 
         self._capabilities = self._find_capabilities()
-        self._pool.check = self._check_limits
+        self._pool.check = self._check_limits  # for servers that are reached later
 
     def _find_capabilities(self) -> Capabilities:
         """Return the capabilities that all servers in reach have: the smallest of their limits."""

@@ -21,13 +21,13 @@ _ANSWER_BYTES = 1 << 26  # largest answer other than a completion, such as a lis
 _CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon after it is larger than allowed
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown
 _LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
-_CONNECT_SECONDS = 10.0  # limit of opening a connection to a server
+_CONNECT_SECONDS = 10.0  # longest time to open a connection to a server
 URLS_ADVICE = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000"
 FOLDER_ADVICE = (
     "Every server must see engine.weights_folder under the same path as the trainer, and serve the same model. Where "
     "it is null, the server must run under the same user and in no container of its own"
 )
-_SHORT_SECONDS = 60.0  # limit of a call without generation; vLLM needs seconds to report its configuration at first
+_SHORT_SECONDS = 60.0  # longest time of a call that generates nothing; a new vLLM reports its configuration slowly
 
 
 class ServerRefused(PeerLost):
@@ -72,7 +72,7 @@ class HTTPClient(ABC):
     """A client of one server. A subclass has a method for each HTTP route."""
 
     api_key_var: ClassVar[str]  # environment variable that holds the servers' key
-    missing_route_advice: ClassVar[str]  # end of the error where a server does not have a route
+    missing_route_advice: ClassVar[str]  # text with advice that ends the error of a server without the route
 
     def __init__(self, url: str, session: Any, *, timeout: float) -> None:
         """Prepare calls of one server; nothing is sent yet.
@@ -96,15 +96,15 @@ class HTTPClient(ABC):
         body: Mapping[str, Any] | None = None,
         *,
         parse: Callable[[Any], Result] = lambda body: body,
-        **limits: Any,
+        **options: Any,
     ) -> Result:
         """Send a request and return its parsed JSON.
 
         Args:
             parse: function that converts the response's JSON to the result.
-            limits: further arguments of `_request`.
+            options: further arguments of `_request`.
         """
-        data = await self._request(method, path, body, **limits)
+        data = await self._request(method, path, body, **options)
         if len(data) > _LARGE:
             return await asyncio.to_thread(_parse, path, data, parse)
         return _parse(path, data, parse)
@@ -154,7 +154,7 @@ class HTTPClient(ABC):
         """Raise the error of a response that is not a success: ServerRefused where another attempt may help.
 
         Args:
-            advices: ends of the EngineError by HTTP status.
+            advices: by HTTP status, a text with advice that ends the EngineError.
         """
         reply = f"HTTP {status} to {path}: {_error_message(data)}"
         if status == 429 or status >= 500:

@@ -16,7 +16,8 @@ from jackpot.core.errors import EngineError
 from jackpot.core.types import Finish, Rollout, Version
 from jackpot.rollout.engines.base import Request
 
-# Values without effect of further sampling parameters, which are sent so that no default of a server applies.
+# Sampling parameters that are not used, with values that have no effect. They are sent so that no default of a server
+# applies.
 NEUTRAL: Mapping[str, float] = {
     "min_p": 0.0,
     "presence_penalty": 0.0,
@@ -24,9 +25,9 @@ NEUTRAL: Mapping[str, float] = {
     "repetition_penalty": 1.0,
 }
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # any other finish_reason: the response was aborted
-_LARGEST_MASS = 1.0 + 1e-3  # largest sum of a token's top probabilities, with room for rounding
+_LARGEST_MASS = 1.0 + 1e-3  # largest sum of the top tokens' probabilities at one position, with room for rounding
 _LARGEST_LOG_PROB = 1e-3  # largest log-prob, with room for rounding
-_SAME = 1e-4  # largest difference of a sampled token's log-prob from its entry among the top log-probs
+_SAME = 1e-4  # largest difference between a sampled token's own log-prob and that among the top log-probs
 
 
 class Remedies(NamedTuple):
@@ -87,13 +88,13 @@ def checked_rollout(
     Raises:
         EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
     """
-    token_ids = [row[0][0] for row in rows]
+    token_ids = [token for (token, _), *_ in rows]
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
 
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
-    entries = list(chain.from_iterable(rows))
-    ids = np.array([token for token, _ in entries], dtype=np.int64).reshape(shape)
-    log_probs = np.array([log_prob for _, log_prob in entries], dtype=np.float64).reshape(shape)
+    pairs = list(chain.from_iterable(rows))
+    ids = np.array([token for token, _ in pairs], dtype=np.int64).reshape(shape)
+    log_probs = np.array([log_prob for _, log_prob in pairs], dtype=np.float64).reshape(shape)
 
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise EngineError(
@@ -113,7 +114,7 @@ def checked_rollout(
 
 
 def check_log_probs(values: Sequence[float], uid: str) -> None:
-    """Raise EngineError if a log-prob of a rollout's tokens, which a server returned for a score, is above 0 or NaN."""
+    """Raise EngineError if a server returned a log-prob above 0, or NaN, for the score of the rollout `uid`."""
     if not all(value <= _LARGEST_LOG_PROB for value in values):
         raise EngineError(f"the score of {uid} came back with numbers that are not log-probs, such as {max(values)}")
 
@@ -153,14 +154,14 @@ def log_prob_row(
     """Return (token, log-prob) of the sampled token and then of the `num_top` top tokens, most probable first.
 
     Args:
-        top: log-probs of the top tokens by id, and that of the sampled token where it is not among them.
+        top: log-probs by token id: those of the top tokens, to which a server may have added the sampled token.
         advice: end of the error about too few top log-probs: how to start the server.
 
     Raises:
         EngineError: fewer than `num_top` top tokens.
     """
     listed = top.get(token, log_prob)  # the sampled token's log-prob in `top`, if it is there
-    if len(top) > num_top:
+    if len(top) > num_top:  # the server has added the sampled token
         top = {top_token: value for top_token, value in top.items() if top_token != token}
     if len(top) != num_top:
         raise EngineError(f"{uid} came back with {len(top)} top log-probs of a token in place of {num_top}; {advice}")
@@ -169,11 +170,11 @@ def log_prob_row(
             f"{uid} came back with two log-probs of the sampled token {token}: {log_prob:.6g}, and {listed:.6g} among "
             f"the top ones. Is there something between the server and the trainer that changes answers?"
         )
-    return [(token, log_prob), *sorted(top.items(), key=lambda entry: -entry[1])]
+    return [(token, log_prob), *sorted(top.items(), key=lambda item: -item[1])]
 
 
 def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
-    """Return the largest size in bytes that the JSON of a response can have, with room for other server versions.
+    """Return a limit for the JSON of a response, in bytes, with room for other server versions' longer JSON.
 
     Args:
         num_prompt, num_response: numbers of tokens.
@@ -208,10 +209,10 @@ def checked_log_prob(value: Any, minus_infinity: float) -> float:
 class LogProbRequest:
     """A request for the log-prob of `token` after `prompt`, and for the log-probs of the prompt's last tokens."""
 
-    prompt: tuple[int, ...]  # token ids before `token`
+    prompt: tuple[int, ...]  # token ids before `token`, of the rollout's prompt and response
     token: int  # token id
-    num_prompt_log_probs: int  # number of last prompt tokens whose log-probs are asked for
-    temperature: float  # temperature of the distributions
+    num_prompt_log_probs: int  # number of tokens at the end of `prompt` whose log-probs are asked for
+    temperature: float  # temperature at which the log-probs are computed
 
 
 def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbRequest]:
@@ -219,6 +220,7 @@ def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbReque
     tokens = rollout.token_ids.tolist()
     text = (*rollout.prompt.token_ids, *tokens)
     prompt_length = len(rollout.prompt.token_ids)
+    # At temperature 1 the one request for the last token also returns the log-probs of the tokens before it.
     positions = [len(tokens) - 1] if temperature == 1.0 else range(len(tokens))
 
     return [
@@ -248,7 +250,7 @@ def score_by_requests(
     for rollout, requests in zip(rollouts, by_rollout, strict=True):
         named_requests += [(rollout.uid, request) for request in requests]
 
-    results = iter(answers(named_requests))
+    results = iter(answers(named_requests))  # a list of log-probs for each request
     scores = []
     for requests in by_rollout:
         log_probs = chain.from_iterable(islice(results, len(requests)))

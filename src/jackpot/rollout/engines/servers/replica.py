@@ -20,7 +20,7 @@ _INITIAL_VERSION = "default"  # name that a server gives the weights it started 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """The facts that one server reports, of which an engine makes its `Capabilities`."""
+    """The facts that one server reports; from those of all servers an engine makes its `Capabilities`."""
 
     device: str  # kind of device, such as cpu or cuda
     max_model_len: int  # largest length of a prompt and its response together, tokens
@@ -35,7 +35,7 @@ class Replica(Peer):
     """
 
     kind = "server"
-    program: ClassVar[str]  # program and version whose reports can be read, for errors
+    program: ClassVar[str]  # program and version whose reports this class can read, named in errors
     weights: SavedWeights | None
 
     def __init__(self, url: str, client: HTTPClient, version_prefix: str, capacity: int) -> None:
@@ -66,6 +66,7 @@ class Replica(Peer):
         """
         self.loading = newest
         try:
+            # A server in reach with weights of this engine only confirms their name; all others report their facts.
             if self.error is None and self._sent_weights is not None:
                 await self._check_version(self._sent_weights)
             else:
@@ -166,9 +167,9 @@ class Replica(Peer):
         """
         begun = self._checks_begun
         async with self._check_lock:
-            if self._checks_passed > begun:
+            if self._checks_passed > begun:  # another call's check, which began after this call
                 return
             self._checks_begun += 1
-            index = self._checks_begun
+            number = self._checks_begun
             await self._check_version(weights)
-            self._checks_passed = index
+            self._checks_passed = number

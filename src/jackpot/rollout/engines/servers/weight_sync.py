@@ -27,13 +27,13 @@ _PACKED = hashlib.sha256().hexdigest()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """The form in which weights are written to files: here as they are, in vLLM's `WeightFormat` also quantized."""
+    """The form of the weights in files: here plain, in the subclass `WeightFormat` for vLLM perhaps quantized."""
 
     quantized_names: frozenset[str] = frozenset()  # names of the weights that are written as codes
     events: tuple[dict[str, Any], ...] = ()  # events that report how weights are quantized
 
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Return the tensors that are written to the file for weights in the engine's dtype."""
+        """Convert weights in the engine's dtype to the tensors that are written to the file; here nothing changes."""
         return named_tensors
 
 
@@ -134,14 +134,15 @@ def _checksum(tensor: Tensor) -> str:
 
 
 def without_rank(key: str) -> str:
-    """Return the name of a parameter from the key of a server's checksums, RANK:NAME or alike."""
+    """Return the parameter's name in a key of a server's checksums, such as NAME in RANK:NAME."""
     return key.rpartition(":")[2]
 
 
 def unknown_norms(reported: Iterable[str], parameters: Set[str]) -> list[str]:
-    """Return up to 3 norms that a server reports and the model lacks: a sign that the server serves another model.
+    """Return up to 3 names of norm layers' weights that a server reports and the model lacks.
 
-    Norms keep the model's names in a server, unlike fused and packed weights.
+    Such a name shows that the server serves another model, because norms, unlike fused and packed weights, keep the
+    model's names in a server.
     """
     return sorted(name for name in reported if "norm" in name and name not in parameters)[:3]
 
@@ -166,26 +167,26 @@ def check_loaded(
         comparable: False where the server computes checksums in another way than this program does, so that only a
             change of a checksum can be seen.
     """
-    # The file's checksums of the parameters that keep the model's name, by the server's name.
-    known = {
+    # The file's checksums of the parameters that keep the model's name, by the keys of `after`.
+    expected = {
         key: new.checksums[without_rank(key)]
         for key, checksum in after.items()
         if without_rank(key) in new.checksums and checksum != _PACKED
     }
-    equal: set[str] = set()
+    equal: set[str] = set()  # keys of parameters that are byte for byte those of the file
     if comparable:  # servers may cut a checksum to its first 8 bytes
-        equal = {key for key, checksum in known.items() if len(after[key]) >= 16 and checksum.startswith(after[key])}
+        equal = {key for key, checksum in expected.items() if len(after[key]) >= 16 and checksum.startswith(after[key])}
 
     stale = []  # parameters that have not changed on the server, and have changed in the file
     if verified is not None:
         old, before = verified
-        unchanged = [key for key in known if key not in equal and after[key] == before.get(key)]
-        stale = [key for key in unchanged if known[key] != old.checksums.get(without_rank(key))]
+        unchanged = [key for key in expected if key not in equal and after[key] == before.get(key)]
+        stale = [key for key in unchanged if expected[key] != old.checksums.get(without_rank(key))]
 
-    if stale or not known or (comparable and not equal):
+    if stale or not expected or (comparable and not equal):
         differing = ", ".join(sorted(stale)[:3])
         if not differing:
-            differing = "all of them" if known else "none has a name of the model's, so all"
+            differing = "all of them" if expected else "none has a name of the model's, so all"
         raise EngineError(
             f"{url} was given the weights {new.version} and holds stale ones: {differing} differ from "
             f"the file {new.folder}. Restart the server; is the file the same on its side?"

@@ -72,7 +72,7 @@ def generate_body(request: Request, eos_token_ids: Sequence[int], max_model_len:
         temperature=sampling.temperature,
         max_new_tokens=min(sampling.max_new_tokens, max_model_len - len(prompt)),
         stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
-        sampling_seed=fold_in("sglang", request.seed) >> 1,  # signed 64 bits
+        sampling_seed=fold_in("sglang", request.seed) >> 1,  # SGLang takes a signed number of 64 bits
     )
     body["top_logprobs_num"] = sampling.num_top_log_probs
     return body
@@ -166,8 +166,8 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
             raise ValueError(f"{len(entries)} log-probs of the prompt in place of {count}")
         values = [log_prob for _, log_prob in _entries(entries)]
 
-    [entries] = meta["output_token_ids_logprobs"]
-    values.append(dict(_entries(entries))[request.token])
+    [requested] = meta["output_token_ids_logprobs"]  # one list, since one token was generated
+    values.append(dict(_entries(requested))[request.token])
     check_log_probs(values, uid)
     return values
 

@@ -20,7 +20,7 @@ from jackpot.rollout.engines.servers.weight_sync import SavedWeights, check_load
 from jackpot.rollout.engines.sglang import protocol
 from jackpot.rollout.engines.sglang.client import SGLangClient
 
-_DTYPES = {torch.float32: ("float32", "float"), torch.bfloat16: ("bfloat16",)}  # with SGLang's names of each dtype
+_DTYPES = {torch.float32: ("float32", "float"), torch.bfloat16: ("bfloat16",)}  # SGLang's names of each dtype
 _PLAIN_CACHES = ("auto", "float32", "bf16", "bfloat16")  # SGLang's dtypes of a cache that is not quantized
 
 

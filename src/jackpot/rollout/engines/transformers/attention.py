@@ -29,7 +29,7 @@ GROUPED_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_exact_fp8"
 EAGER_FP8 = "jackpot_eager_fp8"
 # Implementations to which transformers passes a mask [N, 1, T, S] unchanged.
 ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, EXACT, GROUPED_FP8, EAGER_FP8, EXACT_FP8})
-_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}  # what replaces each for an FP8 cache
+_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}  # for each, its variant for an FP8 cache
 
 
 def grouped_attention(
@@ -68,7 +68,7 @@ def grouped_attention(
 def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the eager attention in the model's own file of transformers. Shapes are as in `grouped_attention`."""
+    """Call the eager attention of the transformers file that defines the model. Shapes as in `grouped_attention`."""
     attend = sys.modules[type(module).__module__].eager_attention_forward
     return attend(module, query, key, value, attention_mask, **options)
 
@@ -115,8 +115,8 @@ def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineCon
     Raises:
         EngineError: as `set_attention`.
     """
-    is_coded = settings.quantization is not None and SCHEMES[settings.quantization].activations is not None
-    exact = is_coded and settings.draft is None and model.device.type == "cpu"
+    quantizes_activations = settings.quantization is not None and SCHEMES[settings.quantization].activations is not None
+    exact = quantizes_activations and settings.draft is None and model.device.type == "cpu"
     set_attention(model, settings.attn_implementation, settings.kv_cache_dtype == "fp8", exact)
 
 

@@ -118,6 +118,8 @@ class ModelRunner:
             return self._is_token[:, : self.length]
         if not self._is_padded:
             return None
+
+        # The additive mask hides padding alone. It does not serve once a sliding window hides tokens too.
         window = self.cache.sliding_window
         if self._bias is None or (window is not None and self.length > window):
             return self._is_token[:, : self.length]
@@ -216,7 +218,7 @@ class DecodingBatch:
         return self._take(records)
 
     def _check_finite(self, records: Tensor) -> None:
-        """Raise EngineError if a draw of some steps, [steps, N, 2 + 2K], has a log-prob that is not finite."""
+        """Raise EngineError if a sampled token's log-prob, in draws of some steps [steps, N, 2 + 2K], is not finite."""
         is_finite = records[..., 1].view(torch.float32).isfinite()
         if not is_finite.all():
             step = int(is_finite.all(dim=1).int().argmin())
@@ -224,7 +226,7 @@ class DecodingBatch:
             raise self._no_distribution(row, self._num_generated + step)
 
     def _no_distribution(self, row: int, token: int) -> EngineError:
-        """Return the error for a token, by its index in the response to request `row`, without finite log-probs."""
+        """Return the error that token number `token` of the response to request `row` has no finite log-prob."""
         return EngineError(
             f"the model gave no finite distribution for token {token} of {self._all_requests[row].uid} at "
             f"{self._version}; look for NaN in the weights that were sent last"
@@ -249,10 +251,10 @@ class DecodingBatch:
         """Remove the rows where `is_finished` [N] is True, once their rollouts are made."""
         order = _compaction(is_finished)
         self._reorder(order)
-        self._rows = self._rows[order]  # last, so that after an error above `requests` has the finished rows too
+        self._rows = self._rows[order]  # last: if a line above fails, `requests` still has the finished rows
 
     def _reorder(self, order: Tensor) -> None:
-        """Replace row i of the cache and of the draws' state by the old row `order[i]`; rows not in `order` leave."""
+        """Make the old row `order[i]` row i of the cache, the last tokens and the random keys; other rows leave."""
         if len(order):
             on_device = upload(order, self._last_tokens.device)
             self._runner.reorder(on_device)
@@ -262,7 +264,7 @@ class DecodingBatch:
         """Return the rollouts of rows that end after `length` tokens.
 
         Args:
-            rows: [F] indices of requests.
+            rows: [F], for each finished row the index of its request.
             is_stop: [F] bool, True where the last token is a stop token, False where the length limit was reached.
         """
         draw = _unpack(self._records[rows, :length])  # [F, length] each
@@ -318,6 +320,7 @@ def _compaction(is_removed: Tensor) -> Tensor:
     Returns:
         [number of rows that stay] int64; rows before the first removed row keep their index.
     """
+    # Where row 1 of 4 rows is removed, the order is [0, 3, 2].
     count = int((~is_removed).sum())
     order = torch.arange(count)
     order[is_removed[:count]] = count + (~is_removed[count:]).nonzero()[:, 0]

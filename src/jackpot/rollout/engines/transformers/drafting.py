@@ -29,8 +29,10 @@ from jackpot.rollout.engines.transformers.decoding import DecodingBatch, ModelRu
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer
 from jackpot.rollout.engines.transformers.static_decoding import layer_masks, masked_forward
 
-_FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # with `tokens: auto`, number of drafts of a row in its first step, and in any
+_FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # with `tokens: auto`, drafts of a row in its first step, and the most in any step
 _MAX_PROBS = 2**26  # largest number of probabilities, V for each draft, that are verified at once
+# Streams of uniforms: one draws drafts, one decides on their acceptance, and one draws all other tokens.
+_DRAFT, _ACCEPT, _OTHER = range(3)
 
 
 class RaggedRunner:
@@ -46,7 +48,8 @@ class RaggedRunner:
 
         # Prompts are padded on the left: move the tokens of each row to the columns of their positions.
         width, padding = prompts.length, prompts.length - prompts.positions  # [N]
-        columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)  # [N, S]
+        # [N, S], old column of the token at each position; behind a row's end any column will do
+        columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)
         for index, layer in enumerate(cache.layers):
             keys, values = (
                 states[: len(columns), :, :width].take_along_dim(columns[:, None, :, None], dim=2)
@@ -66,7 +69,7 @@ class RaggedRunner:
         for layer in self._layers:
             layer.write_at(positions, length)
 
-        first = torch.zeros_like(positions[:, :1])
+        first = torch.zeros_like(positions[:, :1])  # queries see the keys from column 0 on
         masks = layer_masks(first, positions, length, self._windows, self._model.dtype)
         return masked_forward(self._model, tokens, positions, self._cache, masks)
 
@@ -90,12 +93,12 @@ class DraftedBatch(DecodingBatch):
             draft: model that proposes tokens. `decodes_statically` must hold for this model and for the one that
                 verifies.
             settings: how many tokens are drafted, and how drafts are accepted.
-            counts: counts to which those of this batch are added.
+            counts: counts of drafts, to which this batch adds its own.
         """
         super().__init__(*arguments)
-        self._draft_model, self._lam = draft, settings.lam
+        self._draft_model, self._lam = draft, settings.lam  # 1: drafts are accepted exactly; less: more are accepted
         self._counts = counts
-        self._follows_acceptance = settings.tokens == "auto"
+        self._follows_acceptance = settings.tokens == "auto"  # True: a row that accepts all its drafts gets more
         num_drafts = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens
         self._num_drafts = torch.full_like(self._limits, num_drafts)  # [R], number of drafts in the next step
 
@@ -105,7 +108,7 @@ class DraftedBatch(DecodingBatch):
             """Return the keys, one for each request, of the uniforms for one use."""
             return key_tensor([fold_in(use, request.seed) for request in self._all_requests])
 
-        # [R, 3], keys of three streams of uniforms: 0 draws drafts, 1 decides on acceptance, 2 draws all other tokens
+        # [R, 3], keys of the streams _DRAFT, _ACCEPT and _OTHER
         self._streams = torch.stack([keys("draft"), keys("accept draft"), keys("token")], dim=1)
         self._is_started = False
 
@@ -133,6 +136,7 @@ class DraftedBatch(DecodingBatch):
         prompts = [request.prompt.token_ids for request in self._all_requests]
         reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], self._runner.max_length)
         reader.prefill()
+        # Largest position in the caches; a row's drafts beyond it are not used.
         self._last_position = min(self._runner.max_length - 1, self._max_position)
         self._policy = RaggedRunner(self._model, self._runner)
         self._draft = RaggedRunner(self._draft_model, reader)
@@ -140,8 +144,8 @@ class DraftedBatch(DecodingBatch):
         del self._runner
 
         self._lengths = torch.ones_like(self._limits)  # [R], generated tokens
-        ends = torch.tensor([prompt[-1] for prompt in prompts])
-        self._tail = torch.stack([ends, self._records[:, 0, 0].long()], dim=1)  # [R, 2], the last two tokens
+        prompt_ends, first_tokens = torch.tensor([prompt[-1] for prompt in prompts]), self._records[:, 0, 0].long()
+        self._tail = torch.stack([prompt_ends, first_tokens], dim=1)  # [R, 2], the last two tokens
         self._counts.read_by_draft += int(self._prompt_lengths[self._rows].sum())
 
     def _reorder(self, order: Tensor) -> None:
@@ -152,7 +156,7 @@ class DraftedBatch(DecodingBatch):
                 runner.reorder(upload(order, self._model.device))
 
     def _positions(self, first: int, last: int) -> Tensor:
-        """Return the positions from `first` to `last`, counted from the last token of each row: [N, last - first + 1].
+        """Return the positions from `first` to `last` tokens after each row's last token: [N, last - first + 1].
 
         A row that drafts fewer tokens than others gets positions beyond its end, whose results are not used.
         """
@@ -188,13 +192,13 @@ class DraftedBatch(DecodingBatch):
         model, device = self._draft_model, self._model.device
         tokens = upload(self._tail[self._rows], device)
         nothing = torch.zeros(len(tokens), output_layer(model).out_features, device=device)
-        drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
+        drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]  # columns, of which the last stays without drafts
 
         for index in range(int(drafted.max())):
             # The first pass reads two tokens of each row, at positions -1 and 0, and every other pass the newest draft.
             hidden = self._draft(tokens, self._positions(index - (index == 0), index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()
-            tokens = sample_tokens(distribution, self._uniforms(0, index, index)[:, 0])[:, None]
+            tokens = sample_tokens(distribution, self._uniforms(_DRAFT, index, index)[:, 0])[:, None]
             is_drafted = upload((drafted > index)[:, None], device)
             drafts.insert(-1, tokens)
             probs.insert(-1, torch.where(is_drafted, distribution, nothing))
@@ -208,13 +212,14 @@ class DraftedBatch(DecodingBatch):
             drafts, probs: as returned by `_propose`.
 
         Returns:
-            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`), and then 1 where the draft was accepted
-            and so is the draw, else 0.
+            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`), and then 1 where the draft was accepted,
+            which is then the token of the draw, else 0.
         """
         last = drafts.shape[1] - 1
         tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
         hidden = self._policy(tokens, self._positions(0, last))
-        random = torch.stack([self._uniforms(1, 0, last), self._uniforms(2, 0, last)], dim=-1)  # [N, k + 1, 2]
+        # [N, k + 1, 2]
+        random = torch.stack([self._uniforms(_ACCEPT, 0, last), self._uniforms(_OTHER, 0, last)], dim=-1)
 
         size = max(1, _MAX_PROBS // probs.shape[-1])  # columns that are judged at once
         pieces = (tensor.flatten(0, 1).split(size) for tensor in (hidden, probs, drafts, random))
@@ -222,7 +227,7 @@ class DraftedBatch(DecodingBatch):
         return torch.cat(judged).unflatten(0, drafts.shape)
 
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
-        """Decide as `_verify` does, on M columns of some rows, flattened; return [M, 3 + 2K]."""
+        """Decide as `_verify` does on M drafts, with rows and columns in one dimension; return [M, 3 + 2K]."""
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
         tokens = torch.where(verdict.accepted, drafts, verdict.replacements)
         log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
@@ -237,22 +242,22 @@ class DraftedBatch(DecodingBatch):
             records: as returned by `_verify`, on the CPU.
             drafted: [N], the number of tokens that each row drafted.
         """
-        # A row gets its first `accepted` drafts, all before the first that is rejected, and the token in place of the
-        # next. A stop token among these ends the row earlier.
+        # A row gets its first `accepted` drafts, all before the first that is rejected, and one token after them, drawn
+        # in the next column. A stop token among these ends the row earlier.
         rows, positions = self._rows, torch.arange(records.shape[1])
-        tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)
+        tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)  # [N, k + 1], [N]
         is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (positions <= accepted[:, None])
         has_stop = is_stop.any(dim=1)
         num_new = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N], new tokens of a row
 
         # All new tokens of all rows in one list: the row and column of each, its draw, and its index in the response.
         row, position = (positions < num_new[:, None]).nonzero(as_tuple=True)
-        draws, at = records[row, position, :-1], self._lengths[rows[row]] + position
+        draws, token_index = records[row, position, :-1], self._lengths[rows[row]] + position
         if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
             first = int(is_finite.int().argmin())
-            raise self._no_distribution(int(rows[row[first]]), int(at[first]))
+            raise self._no_distribution(int(rows[row[first]]), int(token_index[first]))
 
-        self._records[rows[row], at] = draws
+        self._records[rows[row], token_index] = draws
         # The last two tokens of each row are now in the columns `num_new` - 1 and `num_new` of `newest`.
         newest = torch.cat([self._tail[rows, 1:], tokens], dim=1)
         self._tail[rows] = newest.gather(1, num_new[:, None] - torch.tensor([1, 0]))
@@ -274,7 +279,7 @@ class DraftedBatch(DecodingBatch):
         return finished
 
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
-        """Count one pass of the policy, from each row's numbers [N] of drafts, accepted drafts and new tokens."""
+        """Add a pass of the policy to the `DraftCounts`, from each row's numbers of drafts, accepted and new tokens."""
         counts, verifies = self._counts, drafted > 0
         counts.tokens += int(num_new.sum())
         counts.passes += len(num_new)
@@ -283,5 +288,7 @@ class DraftedBatch(DecodingBatch):
         counts.judged += int(torch.minimum(accepted + 1, drafted).sum())
         counts.accepted += int(accepted.sum())
         counts.read_alone += int(num_new.sum())
+        # The policy reads each row's newest token and drafts; the draft model, of rows that draft, two tokens and all
+        # drafts but the last.
         counts.read_by_policy += int(drafted.sum()) + len(drafted)
         counts.read_by_draft += int(drafted[verifies].sum() + verifies.sum())

@@ -87,7 +87,9 @@ class TransformersEngine(QueuedEngine):
 
         weights = ModelWeights(model, settings)
         self._weights = weights
-        self._draft = drafter and _draft_model(model, drafter)
+        self._draft = drafter and _draft_model(model, drafter)  # model that proposes tokens; None: nothing drafts
+
+        # Relaxed drafts change the distribution of the tokens; attention in float64 does not depend on the batch.
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         attends_exactly = model.config._attn_implementation in (EXACT, EXACT_FP8)
 
@@ -119,7 +121,7 @@ class TransformersEngine(QueuedEngine):
         obstacle = f"{type(model).__name__} with these settings has no attention for it"
         if self._draft is not None:
             obstacle = "rows accept different numbers of drafts"
-        self._events.append(decoding_event("growing", False, obstacle))
+        self._events.append(decoding_event("growing", cuda_graphs=False, obstacle=obstacle))
         return None
 
     def _begin(self, requests: Sequence[Request]) -> None:
@@ -200,6 +202,7 @@ class TransformersEngine(QueuedEngine):
             """Return the settings that must be equal within a batch."""
             return batch_settings(request.sampling), request.exact_drafts
 
+        # `alike` has the requests at the front of the queue whose settings are equal.
         (_, is_exact), alike = next(groupby(self._queue, shared))
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len

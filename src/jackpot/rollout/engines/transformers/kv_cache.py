@@ -18,7 +18,7 @@ _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
 
 
 def grown_length(length: int, max_length: int) -> int:
-    """Return how many tokens of a row a cache has room for after it grows; before, it has `length`, all in use."""
+    """Return for how many tokens a row has room once a full cache of `length` tokens a row has grown."""
     return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 
@@ -35,7 +35,7 @@ class BatchKVLayer(DynamicLayer):
     def __init__(self, max_length: int) -> None:
         super().__init__()
         self._max_length = max_length  # largest number of tokens of a row
-        self._length, self._rows = 0, 0  # numbers of tokens of a row and of rows that are in use in the buffers
+        self._length, self._rows = 0, 0  # part of the buffers in use: tokens of each row, and rows
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append keys and values [N, heads, T, D]; return all of the layer, as views that the next call changes."""
@@ -75,8 +75,8 @@ class BatchKVLayer(DynamicLayer):
     def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
         """Return a larger buffer that begins with some rows of keys or values, [N, heads, S, D]."""
         _, heads, length, size = states.shape
-        count = len(rows) if isinstance(rows, Tensor) else len(states[rows])
-        buffer = states.new_empty(count, heads, grown_length(length, self._max_length), size)
+        num_rows = len(rows) if isinstance(rows, Tensor) else len(states[rows])
+        buffer = states.new_empty(num_rows, heads, grown_length(length, self._max_length), size)
         if isinstance(rows, Tensor):
             torch.index_select(states, 0, rows, out=buffer[:, :, :length])  # straight into the buffer, without a copy
         else:
@@ -87,8 +87,8 @@ class BatchKVLayer(DynamicLayer):
 class BatchKVCache(Cache):
     """A cache of a `BatchKVLayer` for each layer. Layers with a sliding window keep all tokens; a mask hides old ones.
 
-    The cache holds 2 x layers x rows x key heads x D x token slots numbers. A row has at most 1.5 times as many slots
-    as tokens, or `_MIN_GROWTH` more slots than tokens. While the cache grows, one layer exists twice.
+    The cache holds 2 x layers x rows x slots x key heads x D numbers, where a slot is the room for a token. A row has
+    at most 1.5 times as many slots as tokens, or `_MIN_GROWTH` more. While the cache grows, one layer exists twice.
     """
 
     layers: list[BatchKVLayer]
@@ -155,7 +155,7 @@ def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | Dyna
 
 def reorder_rows(cache: BatchKVCache | DynamicCache, order: Tensor) -> None:
     """Replace row i of a cache by the old row `order[i]`; rows not in `order` are dropped."""
-    cache.reorder_cache(order)  # pyright: ignore[reportArgumentType]  transformers asks for a LongTensor, a type of old
+    cache.reorder_cache(order)  # pyright: ignore[reportArgumentType]  transformers declares an old type, LongTensor
 
 
 def _moved_rows(order: Tensor) -> Tensor:

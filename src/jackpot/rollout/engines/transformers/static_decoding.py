@@ -5,7 +5,7 @@ newest draws. Attention reads all columns of the cache, and a mask hides those t
 compute a finished row, whose tokens are ignored, until half of the rows have finished; then, or when the cache is full,
 the unfinished rows move to new memory and the step is captured again. On a CPU the step runs without a graph.
 
-Status: experimental. It has run on one H200, at twelve times the time that reading weights and cache takes.
+Status: experimental. On one H200 a step has taken twelve times as long as reading weights and cache once would take.
 
 Shapes: `N` rows, `n` of them unfinished, `S` columns of the cache, `D` size of a head, `K` top log-probs.
 """
@@ -29,7 +29,7 @@ from jackpot.rollout.engines.transformers.decoding import DecodingBatch, pack_dr
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer, grown_length
 
 STEPS = 8  # number of decoding steps between two waits for the device
-_FEW_ROWS = 8  # finished rows stay in batches of so few rows, where reading the weights takes most of a step's time
+_FEW_ROWS = 8  # batches of at most so many rows keep finished rows: reading the weights takes most of their time
 STATIC = "jackpot_static"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
 
 Step = Callable[[], None]
@@ -74,7 +74,7 @@ def layer_masks(
 
     by_window: dict[int | None, Tensor] = {}
     for window in set(windows):
-        far = hidden if window is None else hidden | (positions <= last - window)
+        far = hidden if window is None else hidden | (positions <= last - window)  # hidden, also by the window
         mask = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)
         by_window[window] = mask[:, None]
     return [by_window[window] for window in windows]
@@ -103,9 +103,10 @@ def decodes_statically(model: PreTrainedModel) -> bool:
 def decoding_event(
     shapes: Literal["static", "growing"], cuda_graphs: bool, obstacle: str | None = None
 ) -> dict[str, Any]:
-    """Return the event that reports how an engine decodes: with fixed shapes, and with CUDA graphs.
+    """Return the event that reports whether an engine decodes with fixed shapes, and whether with CUDA graphs.
 
     Args:
+        shapes: "static" for the fixed shapes of `StaticBatch`, "growing" for those of other batches.
         obstacle: why the engine does not decode with fixed shapes and CUDA graphs; None: no reason is given.
     """
     event = {"event": "decoding", "shapes": shapes, "cuda_graphs": cuda_graphs}
@@ -113,7 +114,7 @@ def decoding_event(
 
 
 class GraphCapture:
-    """A capture of steps as CUDA graphs; without a GPU, and after a failed capture, steps run uncaptured."""
+    """A function that captures steps as CUDA graphs; it returns them as they are without a GPU or after a failure."""
 
     def __init__(self, device_type: str, events: list[dict[str, Any]]) -> None:
         """Prepare captures on a device.
@@ -137,22 +138,22 @@ class GraphCapture:
         pool = None
         try:
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-            stream = torch.cuda.stream(torch.cuda.current_stream())  # else a failed capture changes it
+            stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture changes the stream
             with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 step()
 
         except RuntimeError as error:
             if pool is not None:
-                with suppress(RuntimeError):  # before torch 2.12 nothing else ends it (pytorch/pytorch#180395)
+                with suppress(RuntimeError):  # nothing else ends its use before torch 2.12 (pytorch/pytorch#180395)
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportPrivateUsage]
             self._captures = False
-            self._events.append(decoding_event("static", False, str(error).split("\n")[0]))
+            self._events.append(decoding_event("static", cuda_graphs=False, obstacle=str(error).split("\n")[0]))
             return step
         return graph.replay
 
 
 class StaticKVLayer(RaggedKVLayer):
-    """The keys and values of one layer, [N, heads, S, D], in which a step writes the column that a tensor holds."""
+    """The keys and values of one layer, [N, heads, S, D]; a step writes one column, whose index a tensor holds."""
 
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
         super().__init__(keys, values, max_length=keys.shape[2])
@@ -182,11 +183,11 @@ class StaticBatch(DecodingBatch):
         if not self._num_generated:
             return super().step()
 
-        unfinished = len(self._rows)
+        num_rows, unfinished = len(self._last_tokens), len(self._rows)
         if not self._is_started:
             self._start()
         # Get more room if the cache is full, or drop finished rows where at least half of the rows have finished.
-        elif self._length == self._room or _FEW_ROWS < len(self._last_tokens) >= 2 * unfinished:
+        elif self._length == self._room or (num_rows > _FEW_ROWS and num_rows >= 2 * unfinished):
             self._move()
 
         longest = int(self._limits[self._rows].max()) - self._num_generated
@@ -204,6 +205,7 @@ class StaticBatch(DecodingBatch):
         rows, finished = self._rows, []
         self._check_finite(records[:, self._slots])
 
+        # `_take` drops the slots of the rows that finish.
         try:
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []

@@ -70,7 +70,7 @@ def repair_sampling(worker: Any) -> None:
     sample = runner._sample
 
     def sample_step(logits: Tensor, drafts: Any) -> Any:
-        """Sample a step's tokens as vLLM does, and if no request has drafts, as without a draft model."""
+        """Sample the tokens of a step as vLLM does; if no request has drafts, as vLLM does without a draft model."""
         return sample(logits, drafts if any(drafts.num_draft_tokens) else None)
 
     runner._sample = sample_step
@@ -126,7 +126,8 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
         passes=1 + len(drafted),
         verifications=len(drafted),
         verified=response_length - 1,
-        judged=sum(min(1 + right, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
+        # In each pass the accepted drafts and, if not all were accepted, the one that was rejected.
+        judged=sum(min(right + 1, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
         accepted=sum(accepted),
         read_alone=prompt_length + response_length - 1,
         read_by_policy=prompt_length + sum(drafted) + len(drafted),

@@ -81,7 +81,7 @@ class VLLMEngine(ThreadEngine):
             device: the learner's device. vLLM runs on the same kind of device, by default on the same GPU.
             drafter: the engine whose model proposes tokens as `settings.draft` says. vLLM holds a copy of that model,
                 which gets all new weights of `drafter`; None: this engine's model generates alone.
-            rows: number of first rows of the output layer, from which alone tokens are sampled; None: all rows.
+            rows: only token ids below this number are sampled; None: all rows of the output layer.
 
         Raises:
             ConfigError: vLLM does not support a setting on this kind of device.
@@ -109,7 +109,8 @@ class VLLMEngine(ThreadEngine):
 
         super().__init__(version, thread_name="vLLM")
         self._events += self._weight_format.events
-        weights = [(name, weight.detach()) for name, weight in model.named_parameters() if settings.quantization]
+        named_weights = model.named_parameters() if settings.quantization else ()
+        weights = [(name, weight.detach()) for name, weight in named_weights]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", category=FutureWarning)  # from torch, about vLLM's own calls
@@ -236,6 +237,7 @@ class VLLMEngine(ThreadEngine):
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
             _LOADED.add(self)
 
+            # Repair vLLM's faults, and hide the rows of the output layer that are not sampled from.
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
             size = self._llm.model_config.get_vocab_size()
@@ -340,6 +342,7 @@ class VLLMEngine(ThreadEngine):
 
         The digest is that of the tensors as they were sent, codes and scales included, before any quantization here.
         """
+        # Wake up in two parts, so that memory for the cache is taken only after the weights are loaded.
         if self._is_asleep:
             self._llm.wake_up(["weights"])
 

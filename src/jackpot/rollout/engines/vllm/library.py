@@ -67,6 +67,7 @@ def import_vllm(compiles: bool) -> SimpleNamespace:
             f"engine=transformers; docs/vllm.md has the versions"
         ) from error
 
+    # Repairs on a CPU: keep the temperatures of drafted tokens, and never choose the INT8 kernel for AMX.
     cpu_triton_utils._expand_kernel_impl = expand
     cpu_int8.check_cpu_sgl_kernel = lambda *_: False
     return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Translation of requests to vLLM's, and of vLLM's answers to rollouts, in process and over HTTP. Needs no vLLM.
+"""Translation of requests to vLLM's form, and of vLLM's answers to rollouts, in process and over HTTP. Needs no vLLM.
 
 Every sampling parameter is sent, so that no default of a server or of a generation_config.json applies. Log-probs must
 be vLLM's processed ones: after temperature, top-p and top-k.
@@ -58,7 +58,7 @@ def to_sampling_params(request: Request, eos_token_ids: Sequence[int], max_model
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.prompt.token_ids)),
-        "seed": fold_in("vllm", request.seed) >> 1,  # both take signed 64 bits, and -1 for no seed
+        "seed": fold_in("vllm", request.seed) >> 1,  # vLLM takes signed 64 bits, where -1 is no seed
         "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
         "ignore_eos": True,  # only `stop_token_ids` end a response
         "logprobs": sampling.num_top_log_probs,
@@ -69,6 +69,7 @@ def log_prob_params(request: LogProbRequest) -> dict[str, Any]:
     """Return the keywords of vLLM's sampling parameters for a request for log-probs, which samples one token."""
     return {
         **NEUTRAL,
+        # 0 top tokens: the log-probs of the prompt's own tokens alone
         **({"prompt_logprobs": 0} if request.num_prompt_log_probs else {}),
         "temperature": request.temperature,
         "top_p": 1.0,

@@ -90,6 +90,7 @@ def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool
         sizes |= {"hidden_size": int(match[1]), "vocab_size": int(match[2])}
     if match := re.search(r"Attention\(head_size=(\d+), num_heads=(\d+), num_kv_heads=(\d+)", inspection):
         sizes |= {"head_dim": int(match[1]), "num_attention_heads": int(match[2]) * tensor_parallel}
+        # Several ranks may have copies of one key head, so that their number is not known.
         sizes |= {"num_key_value_heads": int(match[3])} if tensor_parallel == 1 else {}
     if match := re.search(r"\(down_proj\): RowParallelLinear\(in_features=(\d+)", inspection):
         sizes |= {"intermediate_size": int(match[1]) * tensor_parallel}

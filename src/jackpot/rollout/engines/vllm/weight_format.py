@@ -40,7 +40,7 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "scale_fmt": "ue8m0",
     },
 }
-_UNQUANTIZED_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}  # key for unquantized layers' names
+_UNQUANTIZED_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}  # key of the list of unquantized layers
 _HEAD = "lm_head"  # vLLM's name of the output layer, tied or not
 
 
@@ -77,6 +77,7 @@ class WeightFormat(Format):
                     f"vLLM would quantize more of {type(model).__name__} than its linear layers: "
                     f"{', '.join(not_linear[:3])}. Use engine.quantization=int8_w8a16, or engine=transformers"
                 )
+            # vLLM must be told which linear layers stay unquantized: these and the output layer.
             layers = [
                 name.removesuffix(".weight")
                 for name, reason in unquantized.items()

@@ -13,7 +13,8 @@ _REFERENCE = re.compile(  # `(B)` or `\text{(B)}`, perhaps with the option's tex
     r"(?(1)\s*\}\s*(?P<option>.*)|(?:\s+(?P<bare_option>\S.*))?)",
     re.DOTALL,
 )
-_NO_OPTION = re.compile(r"[=^_*/<>]|[-+]\s|\\(?:cup|cap|times|cdot|in|subset|le|ge|to)")  # the text continues a formula
+# What follows `(A)` where it is no option but the start of a formula, such as `(A) \cup (B)`
+_NO_OPTION = re.compile(r"[=^_*/<>]|[-+]\s|\\(?:cup|cap|times|cdot|in|subset|le|ge|to)")
 _GIVEN = re.compile(  # the letter at the start of an answer, such as `B`, `(B)`, `B.` or `the answer is B`
     r"(?:(?:the )?(?:correct )?(?:answer|option|choice)(?: is)?:? ?)?"
     r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|$)) ?[.:)]? ?",
@@ -79,6 +80,7 @@ def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool
         return compare(answer, f"({reference.letter})") or _is_option(answer, reference.option, compare)
     if letter != reference.letter or not option:
         return letter == reference.letter
+    # A text follows the right letter: it must be the option's text, if that is known.
     return _is_option(option, reference.option, compare) if reference.option else _NOT_ITS_TEXT.match(option) is None
 
 

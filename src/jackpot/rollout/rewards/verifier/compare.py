@@ -30,10 +30,10 @@ Algebra = Callable[[str, str], bool]  # compares an answer and a reference, both
 
 _BASE = re.compile(r"(-?)(?:\\text\{)?(?=[A-Za-z]*[0-9])([0-9A-Za-z]+)\}?_\{?([1-9][0-9]?)\}?")  # 12_5, but not x_2
 _BASE_WITHIN = re.compile(r"(?<!\^)(?<!\^\{)(?<![0-9A-Za-z])[0-9]+\}?_\{?([0-9A-Za-z]+)")  # 1_2, but not \int^1_0
-_SUM_WITH_E = re.compile(r"\de ?[-+] ?\d")
+_SUM_WITH_E = re.compile(r"\de ?[-+] ?\d")  # 2e-3: a power of ten, or a sum with Euler's number
 _OPTION = re.compile(r"\\text\{\([A-Z]\)[.: ]?\}(?=.)")  # the letter in \text{(B) }142
-_OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # stands for several values
-_WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")
+_OPEN = re.compile(r"\\(?:[lc]?dots|[bp]?mod)(?![A-Za-z])")  # dots or mod: the text stands for several values
+_WRAPPED = re.compile(r"\(?\\text\{ ?([^{}]*?) ?\}\)?")  # \text{...}, perhaps in parentheses
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+|[A-Z]{2}|[A-Za-z]\([A-Za-z]\))(?:_\{?\w\}?)? ?(?:=|\\in(?![A-Za-z]))")
@@ -121,13 +121,16 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
         text.removeprefix(name).strip().removeprefix(r"\approx").strip()
         for text, name in ((answer, answer_name), (reference, reference_name))
     )
+
+    # The two texts are equal but for marks of text and spaces behind braces: only empty ones are wrong.
     if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
         return reference != ""
 
     if parse_quantity(reference, is_reference=True) is None:
         if (based := _in_base(reference)) is not None:
             is_equal = based in (_in_base(answer), _in_base(f"{answer}_{based[1]}"))
-            return is_equal or answer == normalize(reference.partition("_")[0])  # 1E5 is a power of ten without a base
+            # In an answer without a base `normalize` has read digits such as 1E5 as a power of ten.
+            return is_equal or answer == normalize(reference.partition("_")[0])
         if (words := _words(reference)) is not None:
             return _same_words(_words(answer), words)
         if (structure := parse_structure(_unwrapped(reference))) is not None:
@@ -180,11 +183,12 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
     members, expected = _without_shared_name(answer.members), _without_shared_name(reference.members)
     if len(members) != len(expected) or any(map(_name, members)) != any(map(_name, expected)):
         return False
+    # Compare in order, also where all members are words of several letters.
     if reference.ordered or all(len(_words(member) or "") > 1 for member in expected):
         return all(map(partial(_compare, algebra=algebra), members, expected))
 
-    # Give each member of the reference a different member of the answer. The first equal one will do, because equality
-    # is transitive.
+    # Give each member of the reference a different member of the answer: the same text, else the first equal one, which
+    # will do because equality is transitive.
     unmatched = [*members]
     for member in expected:
         equal = (candidate for candidate in unmatched if _compare(candidate, member, algebra))
@@ -208,11 +212,12 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
         return quantity.value == expected.value and units_agree(quantity.unit, expected.unit)
 
     sides = split_outside_brackets(answer, "=")
-    if expected and len(sides) > 1:  # a chain, each side of which must be right, but for a name: x = 9/4 = 2.25
+    if expected and len(sides) > 1:  # a chain such as x = 9/4 = 2.25: each side must be right, but for a name in front
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
-        return all(_as_expression(side, reference, algebra) for side in sides[is_named:])
+        return all(_as_expression(side, reference, algebra) for side in sides[int(is_named) :])
 
-    # Wrong are a relation or infinity in one of the two texts only, a structure, and two numbers in place of one.
+    # An answer is wrong if it has a relation or infinity and the reference has not, or the reverse; if it is a
+    # structure; and if it has two numbers in place of one.
     is_relation = _RELATION.search(reference) is not None
     if (_RELATION.search(answer) is not None) != is_relation or parse_structure(answer) is not None:
         return False
