@@ -93,7 +93,7 @@ class EnvironmentTask(Task):
             try:
                 observation, _ = environment.reset(seed=seed)
                 played = _Played(observation, 0.0, False)
-                for count, action in enumerate(actions):  # noqa: B007
+                for count, action in enumerate(actions):  # noqa: B007  the error below reads the count
                     observation, reward, terminated, truncated, _ = environment.step(action)
                     played = _Played(observation, played.reward + float(reward), bool(terminated or truncated))
             finally:
