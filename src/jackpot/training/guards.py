@@ -300,8 +300,8 @@ def check_gap(
             f"the engine's top-k lists are not those of the distribution it samples from: over {tokens} tokens they "
             f"differ from training's at the same ids by {gap_of_lists:.2g} in total variation on average, and the "
             f"sampled tokens by {gap:.2g}; at most {LIST_GAP_FACTOR * allowed:g} is allowed in {formats}. Z is made of "
-            f"them. Likely causes: lists of another position or another request; a filter such as top_k that one side does "
-            f"not apply"
+            f"them. Likely causes: lists of another position or another request; a filter such as top_k that one side "
+            f"does not apply"
         )
     return {"mean_gap": gap, "list_gap": gap_of_lists, "allowed": allowed}
 
