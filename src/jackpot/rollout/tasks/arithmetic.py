@@ -82,10 +82,7 @@ _ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # 
 
 
 class ToolArithmetic(Arithmetic):
-    """The task `Arithmetic` with a calculator: a token that ends with `=` ends a turn, and the reply is the sum.
-
-    The sum is that of the two numbers at the end of the turn.
-    """
+    """The task `Arithmetic` with a calculator: a token that ends with `=` ends a turn, and the last sum is the reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
         super().__init__(tokenizer, settings)

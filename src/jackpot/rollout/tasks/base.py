@@ -50,7 +50,8 @@ class Task(ABC):
 
     def prompt_sources(self, split: Split, seed: int) -> Sequence[PromptSource]:
         """Return the sources whose prompts a stream mixes; unless overridden, the whole split is the only source."""
-        return [PromptSource(1.0, self.size(split), partial(self.prompt, split), self.first_index(split, seed))]
+        prompt, first = partial(self.prompt, split), self.first_index(split, seed)
+        return [PromptSource(weight=1.0, size=self.size(split), prompt=prompt, first=first)]
 
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -126,7 +127,7 @@ def decoded_response(
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
     turns = [decode(tokenizer, turn) for turn in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
     last_turn_ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
-    return DecodedResponse(prompt, text, finished, tuple(turns), last_turn_ended)
+    return DecodedResponse(prompt, text, finished, turns=tuple(turns), last_turn_ended=last_turn_ended)
 
 
 class PromptStream:

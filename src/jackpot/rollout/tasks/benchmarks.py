@@ -31,7 +31,7 @@ class Benchmark:
     test: BenchmarkSplit | None = None
     # Names that the column of the problem may have; the first of them that the data has is read.
     problem: tuple[str, ...] = ("problem",)
-    # By name that the column of the answer may have, the format of the answer in it; the first name is read as above.
+    # For each name that the column of the answer may have, the format of answers; the first that the data has is read.
     answer: Mapping[str, AnswerFormat]
     uid: tuple[str, ...] = ()  # names that the column of the id may have; without one the row's number is the id
     note: str  # origin, licence, caveats

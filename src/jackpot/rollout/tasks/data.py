@@ -176,7 +176,7 @@ class Problems:
 
     Raises:
         DataError: as `DataSource.rows`; no problem is left; two rows have equal ids (names both rows); or the tokenizer
-            does not know the text of the prompts.
+            has no tokens for parts of half of the prompts.
     """
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
@@ -205,7 +205,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
     `measure` and `limit` are as in `Problems`.
 
     Raises:
-        DataError: no row can be used, or the tokenizer does not know the text of the prompts.
+        DataError: no row can be used, or the tokenizer has no tokens for parts of half of the prompts.
     """
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):

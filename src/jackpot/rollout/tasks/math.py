@@ -94,7 +94,7 @@ class Math(Task):
         sizes = [problems.size for problems in self._problems_of(split)]
         weights = [source.settings.weight for source in self._sources[split]]
         return [
-            PromptSource(weight, size, partial(self._prompt, split, source_index), first=0)
+            PromptSource(weight=weight, size=size, prompt=partial(self._prompt, split, source_index), first=0)
             for source_index, (weight, size) in enumerate(zip(weights, sizes, strict=True))
         ]
 

@@ -58,14 +58,14 @@ class ReasoningGym(Task):
         """Return each data set as an endless source of problems, with the weight that the settings give it."""
         first = self.first_index(split, seed)
         return [
-            PromptSource(data.weight, None, partial(self._prompt, split, source), first)
-            for source, data in enumerate(self._settings.dataset)
+            PromptSource(weight=data.weight, size=None, prompt=partial(self._prompt, split, source_index), first=first)
+            for source_index, data in enumerate(self._settings.dataset)
         ]
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Return problem `index` of a split, in which one problem of every data set follows the other."""
-        index_of_source, source = divmod(index, len(self._data))
-        return self._prompt(split, source, index_of_source)
+        """Return problem `index` of a split, whose problems come from the data sets in turn, one from each."""
+        index_in_source, source_index = divmod(index, len(self._data))
+        return self._prompt(split, source_index, index_in_source)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Score one response with the library."""

@@ -100,7 +100,7 @@ def _values(*expressions: Any) -> Iterator[list[Expr]]:
     """
     names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
     for primes in _PRIMES:
-        # The numbers are prime / 7, prime / 8, ..., all different even where the primes are used again.
+        # The numbers are prime / 7, prime / 8, ...: they differ even where the same prime is used again.
         point = {name: Rational(primes[index % len(primes)], 7 + index) for index, name in enumerate(names)}
         values = [_value(expression, point) for expression in expressions]
         if all(value.is_number and value.is_finite for value in values):

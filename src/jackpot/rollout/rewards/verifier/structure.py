@@ -43,15 +43,15 @@ def parse_structure(text: str) -> Structure | None:
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
         shape = "x".join(str(len(row)) for row in rows)
-        return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), True)
+        return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), ordered=True)
 
     if len(union := split_outside_brackets(text, r"\\cup")) > 1:
-        return Structure("union", tuple(union), False)
+        return Structure("union", tuple(union), ordered=False)
     if len(members := _members(text, _SEPARATOR)) > 1:
-        return Structure("list", members, False)
+        return Structure("list", members, ordered=False)
 
-    ratio = Structure("ratio", tuple(map(str.strip, text.split(":"))), True) if _RATIO.fullmatch(text) else None
-    return _bracketed(text) or ratio
+    sides = tuple(map(str.strip, text.split(":")))
+    return _bracketed(text) or (Structure("ratio", sides, ordered=True) if _RATIO.fullmatch(text) else None)
 
 
 def _bracketed(text: str) -> Structure | None:
@@ -64,9 +64,10 @@ def _bracketed(text: str) -> Structure | None:
         return None
     inside = text[len(opening) : -len(closing)]
     if opening == r"\{":
-        return Structure("set", _members(inside, "[,;]"), False)
+        return Structure("set", _members(inside, "[,;]"), ordered=False)
+    # A tuple, interval or vector has two members or more, and none of them is empty.
     members = split_outside_brackets(inside, "[,;]")
-    return Structure(opening + closing, tuple(members), True) if len(members) > 1 and all(members) else None
+    return Structure(opening + closing, tuple(members), ordered=True) if len(members) > 1 and all(members) else None
 
 
 def _members(text: str, separator: str) -> tuple[str, ...]:

@@ -182,10 +182,7 @@ def _product(text: str, symbols: bool) -> str | None:
 
 
 def _known(word: str, symbols: bool) -> str | None:
-    """Return the unit that a word or symbol denotes, or None.
-
-    A word is also tried in lower case and without its plural s, but a single letter only as it stands.
-    """
+    """Return the unit that a word or symbol denotes, or None; the case of a single letter matters, unlike a word's."""
     if unit := _CANONICAL.get(word) or (_SYMBOLS.get(word) if symbols else None):
         return unit
     return _CANONICAL.get(_singular(word.lower())) if len(word) > 1 else None
