@@ -137,7 +137,7 @@ class Sampler:
         missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
         # The engines hold the newest weights if `takes_weights` was True after the last steps: at most `_reserve`
-        # batches were under way then. `next_batch` has removed one since, so that fewer than `_reserve` are left.
+        # batches were under way then. `next_batch` has since removed one, if there was any: fewer than that are left.
         engines_have_newest_weights = len(self._under_way) < self._reserve
         if missing_iterations and engines_have_newest_weights:
             self._under_way |= {later: self._submit(later) for later in missing_iterations}
@@ -153,7 +153,7 @@ class Sampler:
         """Return whether the engines should take new weights once they have generated everything they were given.
 
         They should if at most `batches_in_reserve` batches are under way: then the next batches begin, and need the
-        newest weights, as soon as one of these is trained on.
+        newest weights, as soon as the trainer takes one of these.
         """
         return len(self._under_way) <= self._reserve
 

@@ -31,6 +31,7 @@ def response_advantages(
         within_model: compare the responses of each model with each other alone.
         beta: coefficient of the advantage `oapl`.
     """
+    # Number the groups in the order in which they first occur.
     group_ids: dict[tuple[str | None, ...], int] = {}
     keys = [(item.rollout.prompt.uid, item.rollout.sampled_by if within_model else None) for item in scored]
     groups = [group_ids.setdefault(key, len(group_ids)) for key in keys]

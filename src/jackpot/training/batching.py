@@ -117,7 +117,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
-    positions = attention_mask.flatten().nonzero()[:, 0]
+    positions = attention_mask.flatten().nonzero()[:, 0]  # indices in [B * T] of the tokens that are not padding
 
     def pad(rows: Iterable[Tensor]) -> Tensor:
         """Pad the rows [T_i, ...] of all responses with zeros to one tensor [B, T, ...]."""

@@ -141,7 +141,7 @@ class JointLearner(Learner):
             pads=not can_pack(policy),
         )
 
-        self._old_version = Version(0, 0)  # version of the weights that gave the old log-probs
+        self._old_version = Version(policy=0, rollout_model=0)  # of the weights that gave the old log-probs
         self._kept_weights: dict[Role, KeptWeights] = {}
         # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
@@ -345,6 +345,7 @@ class JointLearner(Learner):
         for role in roles:
             model = self.critic.model if self.critic and role == "critic" else self.models[role]
             yield model_writer(model, folder / role, share)
+        # Each tensor of moments is gathered on one rank, the one with the fewest bytes so far.
         for role, moments in self._optimizer.moments():
             tensors = {name: moment.cpu() for name, moment in gather(moments, Dealer(share.size))}
             yield partial(write_part, share.path(folder / _MOMENTS, role), tensors)

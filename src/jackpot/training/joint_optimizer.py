@@ -67,7 +67,7 @@ class JointOptimizer:
     def version(self, has_rollout_model: bool) -> Version:
         """Return the version of the weights of both models; without a rollout model the policy's stands for both."""
         policy = self.steps("policy")
-        return Version(policy, self.steps("rollout_model") if has_rollout_model else policy)
+        return Version(policy=policy, rollout_model=self.steps("rollout_model") if has_rollout_model else policy)
 
     def step(
         self, sums: Sums, *, sampled_tokens: Tensor, steps_rollout_model: bool

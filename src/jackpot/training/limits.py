@@ -82,7 +82,7 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
             since.append((iteration, accuracy))
             if len(since) == IN_A_ROW:
                 first_low, fallen_to = since[0]
-                return Fall(first_low, fallen_to, best)
+                return Fall(iteration=first_low, accuracy=fallen_to, best=best)
         else:
             since, best = [], max(best, accuracy)
     return None

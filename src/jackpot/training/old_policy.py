@@ -60,6 +60,7 @@ class OldPolicySnapshot:
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 
+        # Gather the keys and lengths of all stored rows, and for each column the values of the rows in one tensor.
         rows = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
         lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in rows], dtype=torch.int64))
@@ -136,6 +137,7 @@ def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]
         For each rollout uid, the rollout's row of each column without padding, [T_i, ...], by the column's name.
     """
     rows: dict[str, dict[str, Tensor]] = {}
+    # Copy the columns of all micro-batches as one list, and take the copies from it in the same order.
     columns = iter(tensors_to_host([column for _, named in micro_batches for column in named.values()]))
     for batch, named in micro_batches:
         rows |= by_rollout(batch, {name: next(columns) for name in named})

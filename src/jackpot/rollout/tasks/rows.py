@@ -334,7 +334,8 @@ def make_reader(
                 uid = _needed("uid", uid_column, text) if columns.uid else text or f"row-{index}"
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
-        return DataRow(uid, problem, tuple(dict.fromkeys(filter(None, answers))), record.where)
+        right_answers = tuple(dict.fromkeys(filter(None, answers)))  # each once
+        return DataRow(uid=uid, problem=problem, answers=right_answers, where=record.where)
 
     return read_row
 

@@ -120,7 +120,10 @@ class Template:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = tokenize(texts, **options)["input_ids"] if texts else []
         unknown = self._tokenizer.unk_token_id
-        return [PromptSize(len(self._bos) + len(ids), unknown is not None and unknown in ids) for ids in encoded]
+        return [
+            PromptSize(tokens=len(self._bos) + len(ids), has_unknown=unknown is not None and unknown in ids)
+            for ids in encoded
+        ]
 
 
 def _rendering_ends(template: str, ask: Callable[[], object]) -> bool:
