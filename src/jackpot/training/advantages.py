@@ -76,7 +76,7 @@ class Critic:
         return batch.spread(response_values(self.model, batch).float())
 
     def batches(self, scored: Sequence[ScoredRollout]) -> list[TokenBatch]:
-        """Cut a rollout batch into micro-batches for `values`; `compute_advantages` needs the values of each."""
+        """Cut a rollout batch into micro-batches for `values`; `compute_advantages` needs the values of all of them."""
         rollouts = [item.rollout for item in scored]
         return plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model))
 

@@ -31,7 +31,8 @@ THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and af
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one rollout in QUICK_SHARE, but at least QUICK_FEWEST
-ALWAYS_ALLOWED = 4.0  # the largest allowed gap, divided by this, is a gap that is allowed at every depth of a response
+# The mean gap at any depth of a response is allowed up to the largest allowed gap of all tokens, divided by this.
+ALWAYS_ALLOWED = 4.0
 LIST_GAP_FACTOR = 3.0  # largest total variation of top-k lists, as a multiple of the largest allowed gap of tokens
 
 # Ratios of the engine's temperature to training's that are tried as the cause of a gap
@@ -73,7 +74,7 @@ class EngineCheck:
         self._copied: int | None = None  # version of the weights of which the learner keeps a copy; None: no copy
 
     def keep_weights(self) -> None:
-        """Have the learner keep a copy of its weights now, to check later the batches that they generate ahead."""
+        """Have the learner copy its weights as they are now, to check later the batches that these generate ahead."""
         if self._config.guard.check_engine:
             self._learner.keep_weights(self._role)
             self._copied = self._learner.version[self._column]
@@ -223,7 +224,7 @@ class NonFiniteGuard:
     Args:
         limit: `guard.max_non_finite_steps`.
         record: called with the event that says why the run stops.
-        count: number of consecutive bad steps before the checkpoint from which the run continues.
+        count: number of consecutive bad steps up to the checkpoint from which the run continues.
     """
 
     def __init__(self, limit: int, record: RecordEvent, count: int = 0) -> None:

@@ -17,7 +17,7 @@ from jackpot.training.learner import StepResult
 WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # summed over the first epoch only
 # Metrics from which the standard error of obrs/acceptance_minus_z is computed.
 _BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"
-FEWEST_TOKENS = 100  # with fewer tokens an effective sample size, as their share, is near 1 whatever the weights are
+FEWEST_TOKENS = 100  # of fewer tokens, the effective sample size is near their number, whatever their weights are
 # By name of a metric, the metrics that are derived from it, each with the function that computes its value.
 _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {
     "mismatch/ratio": {

@@ -295,7 +295,7 @@ class JointLearner(Learner):
         split = GradientSplit(loss.rollout_model_ppo, outputs.hidden["rollout_model"]) if measures_split else None
         (loss.policy + loss.rollout_model).backward()
 
-        # `old` is of the weights before the first update, or of the current weights in the first update itself.
+        # The weights that gave `old`: those before the first update or, in the first update itself, the current ones.
         gaps, gap_metrics = token_gaps(batch, old, self._old_version if micro.old else self.version)
         metrics = loss.metrics | gap_metrics | lag(batch, self.version) | self._critic_backward(batch)
         return _BackwardPass(

@@ -289,7 +289,7 @@ def next_distill_weight(control: DistillControlConfig, weight: float, *, kl: flo
         1 + clip((measured - target) / target, -0.2, 0.2) / horizon
 
     (arXiv 1909.08593, section 2.2). Where the target is an acceptance, both numbers are replaced by the rejected share,
-    1 - acceptance, because more distillation lowers it as it lowers the KL.
+    1 - acceptance, because more distillation lowers that share as it lowers the KL.
 
     Args:
         weight: weight of this step.

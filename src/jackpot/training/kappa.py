@@ -120,7 +120,7 @@ class PolicyPass:
 
     @property
     def weights(self) -> Tensor:
-        """Return what the loss multiplies the surrogate of each token by, weight times acceptance mask: [B, T]."""
+        """Return the factor of each token's surrogate in the loss, its weight times the acceptance mask: [B, T]."""
         return self.correction.weights * self.correction.accept_mask
 
 

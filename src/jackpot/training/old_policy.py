@@ -39,7 +39,7 @@ class OldPolicySnapshot:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[str, Tensor]] = {}  # by the rollout's key (`_keys`) and a name, values of its tokens
+        self._rows: dict[int, dict[str, Tensor]] = {}  # for each rollout, by its key (`_keys`): tensors [T] by name
         self._empty: dict[str, Tensor] = {}  # by name, a tensor [0, T] of the right dtype, for batches without rollouts
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:

@@ -142,7 +142,7 @@ def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a seed and a size to the settings of a data set, so that this process and the workers make equal problems."""
+    """Add seed and size to the settings of a data set, unless they have them: every process makes the same problems."""
     return {"seed": 0, "size": PROBLEMS, **kwargs}
 
 
