@@ -188,7 +188,7 @@ class KappaRepair:
         self._pads = pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
-        """Change the parameters' gradient, of all passes together, to that with the weights which `totals` gives.
+        """Turn the policy's gradient, which is summed over all passes, into that with the weights that `totals` gives.
 
         Args:
             passes: the backward passes of this step.
@@ -227,7 +227,7 @@ class KappaRepair:
         }
 
     def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], flags: Sequence[float]) -> None:
-        """Add the gradient of the flagged sequences, with the weights `deltas`, [B, T] for each pass.
+        """Read the flagged sequences again, and add their gradient with the weights `deltas`, [B, T] for each pass.
 
         All ranks run as many passes as the rank with the most; a rank that has finished reads a prompt without effect.
         """

@@ -82,7 +82,7 @@ _ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # 
 
 
 class ToolArithmetic(Arithmetic):
-    """The task `Arithmetic` with a calculator: a token that ends with `=` ends a turn, the last sum is the reply."""
+    """The task `Arithmetic` with a calculator: a token that ends with `=` ends a turn and is answered by the sum."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
         super().__init__(tokenizer, settings)
