@@ -22,14 +22,14 @@ FEWEST_TOKENS = 100  # of fewer tokens, the effective sample size is near their 
 _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {
     "mismatch/ratio": {
         "mismatch/ratio_stderr": lambda metric: metric.standard_error,  # ratios are uncorrelated between tokens
-        "mismatch/ess": lambda metric: _if_many_tokens(metric, metric.effective_share),
+        "mismatch/ess": lambda metric: _of_many(metric, metric.effective_share),
     },
     "mismatch/log_ratio": {
         f"mismatch/ratio_p{percent:g}": lambda metric, percent=percent: metric.quantile(percent / 100.0).exp()
         for percent in (0.1, 1, 50, 99, 99.9)
     },
     "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda metric: metric.variance},
-    "correction/weight": {"correction/ess": lambda metric: _if_many_tokens(metric, metric.effective_share)},
+    "correction/weight": {"correction/ess": lambda metric: _of_many(metric, metric.effective_share)},
 }
 _PREFIX = "mismatch/prefix_ess_"  # how the names of further effective shares begin that are NaN for few tokens
 _NOT_SHOWN = (  # metrics that only serve to compute other numbers
@@ -90,7 +90,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 def metric_values(sums: Sums) -> dict[str, float]:
     """Return the value of every metric by name, derived metrics included; this waits for the device once."""
     values: dict[str, Tensor] = {
-        name: _if_many_tokens(metric, metric.value)
+        name: _of_many(metric, metric.value)
         if isinstance(metric, EffectiveSampleSize) and _PREFIX in name
         else metric.value
         for name, metric in sums.items()
@@ -127,7 +127,7 @@ def _acceptance_error(sums: Sums) -> Tensor:
     return torch.maximum(by_response.standard_error, variances.total.sqrt() / variances.count)
 
 
-def _if_many_tokens(metric: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
+def _of_many(metric: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
     """Return `share`, the effective share of a metric's tokens, or NaN if these are fewer than `FEWEST_TOKENS`."""
     return torch.where(metric.count < FEWEST_TOKENS, torch.nan, share)
 
