@@ -29,7 +29,7 @@ from jackpot.rollout.multi_turn import stream_rollouts
 from jackpot.rollout.rewards.rewards import overlong_penalty
 from jackpot.rollout.tasks.base import PromptStream, Task
 
-_ADVICE: Mapping[RewardError, str] = {  # advice in the error, by the reason why a reward failed
+_ADVICE: Mapping[RewardError, str] = {  # what the message of an error advises, by the reason why rewards failed
     "crash": "Mend it (a reward function is called with problem, response, answer and finished, by name)",
     "invalid": "Have it return a number",
     "timeout": "Make it faster, or raise task.reward_timeout, task.reward_batch_timeout or task.reward_workers",
@@ -50,7 +50,7 @@ class _PendingBatch:
 
     requests: list[Request]
     sampled_by: dict[str, Role]  # by uid of the request, the model that generates the response
-    rollouts: Iterator[Rollout]  # finished rollouts, for each engine in the order in which they end
+    rollouts: Iterator[Rollout]  # waits for each rollout: all of one engine as they end, then those of the other
 
 
 class Sampler:
@@ -89,7 +89,8 @@ class Sampler:
         self._prompts, self._clock = prompts, clock
         self._event, self._check = event, check
         self._reserve = batches_in_reserve(config.batch.ahead)
-        # Batches that were begun and not yet trained on, by ascending iteration: complete ones, then pending ones.
+        # Rollout batches that were begun and not yet trained on, by ascending iteration: first those that are complete,
+        # as lists of generation batches, then those whose first generation batch is pending.
         self._under_way: dict[int, list[GenerationBatch] | _PendingBatch] = {}
         self._engine_metrics: dict[str, float] = {}  # metrics that engines reported for the newest generation batch
 
@@ -122,8 +123,8 @@ class Sampler:
         """Begin the missing rollout batches up to that of iteration `iteration + batch.ahead`.
 
         No batch is begun unless the engines hold the newest weights, and none for iterations after the last. Engines
-        with nothing to generate sleep. Of a response with several turns only the first turn is generated before the
-        trainer waits for the batch, because no tool is called earlier.
+        with nothing to generate sleep. Of a response with several turns only the first turn is generated ahead, because
+        tools are called only while the trainer waits for the batch.
 
         Args:
             iteration: iteration whose batch is trained on next.
@@ -135,8 +136,8 @@ class Sampler:
         last = min(iteration + config.batch.ahead, config.iterations)
         missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
-        # `next_batch` has just removed a batch, if any was under way. If fewer than `_reserve` are left, there were at
-        # most `_reserve` before: `takes_weights` was True, and the trainer has sent the engines the newest weights.
+        # The engines hold the newest weights if `takes_weights` was True after the last steps: at most `_reserve`
+        # batches were under way then. `next_batch` has since removed one, if there was any: fewer than that are left.
         engines_have_newest_weights = len(self._under_way) < self._reserve
         if missing_iterations and engines_have_newest_weights:
             self._under_way |= {later: self._submit(later) for later in missing_iterations}
@@ -151,8 +152,8 @@ class Sampler:
     def takes_weights(self) -> bool:
         """Return whether the engines should take new weights once they have generated everything they were given.
 
-        They should unless more batches are under way than `batches_in_reserve`, the number that waits for training when
-        the next batches begin.
+        They should if at most `batches_in_reserve` batches are under way: then the next batches begin, and need the
+        newest weights, as soon as the trainer takes one of these.
         """
         return len(self._under_way) <= self._reserve
 
@@ -184,13 +185,14 @@ class Sampler:
             return under_way
 
         batches = self._generate(iteration, under_way)
-        first = next((batch for batch in batches if batch.groups), None)
+        first_usable = next((batch for batch in batches if batch.groups), None)
 
-        # Aborted responses are checked too. They are the long ones, and the others alone end earlier than the model's
-        # responses do.
-        if first:
-            readable = [rollout for rollout in first.generated if first.discarded.get(rollout.uid) != "non_finite"]
-            self._check(iteration, [rollout for rollout in readable if len(rollout.token_ids)])
+        # Aborted responses are checked too. They are the long ones, so that without them the check would see more early
+        # ends of responses than the model's distribution has.
+        if first_usable:
+            discarded = first_usable.discarded
+            finite = [rollout for rollout in first_usable.generated if discarded.get(rollout.uid) != "non_finite"]
+            self._check(iteration, [rollout for rollout in finite if len(rollout.token_ids)])
         return batches
 
     def _generate(self, iteration: int, pending: _PendingBatch) -> list[GenerationBatch]:
@@ -239,7 +241,7 @@ class Sampler:
     def _submit(self, iteration: int) -> _PendingBatch:
         """Draw prompts, and submit the requests of one generation batch to the engines."""
         for engine in self._engines.values():
-            engine.take_metrics()  # drops the metrics of an evaluation
+            engine.take_metrics()  # the result, metrics of an evaluation, is dropped
 
         with self._clock("rollout"):
             requests = self._requests(iteration, self._prompts.next(self._config.batch.prompts))
@@ -281,8 +283,8 @@ class Sampler:
             groups = {prompt: self._group(usable, wait()) for prompt, (usable, wait) in scoring.items()}
 
         metrics = {name: value for engine in self._engines.values() for name, value in engine.take_metrics().items()}
-        # Without metrics, all responses had finished while the sampler waited for the batch before, whose metrics then
-        # include those of this batch.
+        # No metrics: all responses of this batch were generated while the sampler waited for the previous batch. The
+        # metrics of the previous batch then include them, and count for this batch too.
         if not metrics and "policy" in pending.sampled_by.values():
             metrics = self._engine_metrics
         self._engine_metrics = metrics
@@ -308,8 +310,10 @@ class Sampler:
         generated = [rollout for batch in batches for rollout in batch.generated]
         reasons_by_uid = {uid: reason for batch in batches for uid, reason in batch.discarded.items()}
 
-        metrics_of_engines = [{name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches]
-        drafts = add_sums(*metrics_of_engines)
+        # Engines report metrics only where a draft model proposes tokens. What that model computes then counts as a
+        # part of the policy's cost.
+        metrics_of_batches = [{name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches]
+        drafts = add_sums(*metrics_of_batches)
         costs = dict(self._costs)
         if drafts:
             costs["policy"] = _drafted_cost(self._costs, drafts)
@@ -318,6 +322,7 @@ class Sampler:
         if not self._config.is_mixed:
             return sums
 
+        # Both models generate: add each model's own metrics.
         for role in self._engines:
             rollouts_of_role = [rollout for rollout in generated if rollout.sampled_by == role]
             if not rollouts_of_role:
@@ -329,7 +334,7 @@ class Sampler:
                 if (members := [member for member in group.members if member.rollout.sampled_by == role])
             ]
             sums_of_role = _rollout_sums(rollouts_of_role, reasons, groups_of_role, costs)
-            sums |= {f"{name}_by_{role}": entry for name, entry in sums_of_role.items()}
+            sums |= {f"{name}_by_{role}": metric for name, metric in sums_of_role.items()}
 
         by_rollout_model = [rollout.sampled_by == "rollout_model" for rollout in generated]
         return sums | {"sampling/rollout_model_share": Mean.numbers(by_rollout_model)}
@@ -353,12 +358,15 @@ class Sampler:
 
 
 def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean]) -> ForwardCost:
-    """Return what policy and draft model together compute for each token that the policy would read without drafts."""
-    policy, draft = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
-    of_policy, of_draft = costs["policy"], costs["rollout_model"]
+    """Return the cost of generation with drafts, for each token that the policy would read without them.
+
+    `drafts` says how many tokens policy and draft model (the rollout model) read for each of these tokens.
+    """
+    policy_reads, draft_reads = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
+    policy_cost, draft_cost = costs["policy"], costs["rollout_model"]
     return ForwardCost(
-        per_token=round(policy * of_policy.per_token + draft * of_draft.per_token),
-        per_pair=round(policy * of_policy.per_pair + draft * of_draft.per_pair),
+        per_token=round(policy_reads * policy_cost.per_token + draft_reads * draft_cost.per_token),
+        per_pair=round(policy_reads * policy_cost.per_pair + draft_reads * draft_cost.per_pair),
     )
 
 
@@ -383,8 +391,9 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
-    # How many responses to each prompt the rollout model generates: all responses to the first prompts by hash, or else
-    # `least` to every prompt and one more to the first `more` of them. Adding `chance` rounds the number at random.
+    # `remaining` is how many responses to each prompt the rollout model has yet to generate. At first it is all of them
+    # for the first prompts by hash or, if each prompt is split, `least` for every prompt and one more for the first
+    # `more` of them. Adding `chance` to a number before `int` rounds it at random.
     if model.split == "prompt":
         count = int(share * len(by_hash) + chance)
         remaining = dict.fromkeys(by_hash[:count], config.batch.group_size)

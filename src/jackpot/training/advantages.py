@@ -31,6 +31,7 @@ def response_advantages(
         within_model: compare the responses of each model with each other alone.
         beta: coefficient of the advantage `oapl`.
     """
+    # Number the groups in the order in which they first occur.
     group_ids: dict[tuple[str | None, ...], int] = {}
     keys = [(item.rollout.prompt.uid, item.rollout.sampled_by if within_model else None) for item in scored]
     groups = [group_ids.setdefault(key, len(group_ids)) for key in keys]
@@ -75,7 +76,7 @@ class Critic:
         return batch.spread(response_values(self.model, batch).float())
 
     def batches(self, scored: Sequence[ScoredRollout]) -> list[TokenBatch]:
-        """Cut a rollout batch into micro-batches for `values`; `compute_advantages` needs the values of them all."""
+        """Cut a rollout batch into micro-batches for `values`; `compute_advantages` needs the values of all of them."""
         rollouts = [item.rollout for item in scored]
         return plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model))
 
@@ -95,10 +96,11 @@ class Critic:
         padded_values = pad_sequence([values[rollout.uid] for rollout in rollouts], batch_first=True)
         rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
 
-        # GAE on padded rows, [B, T]; whitening over the sampled tokens of the batch in one row.
+        # GAE takes padded rows, [B, T].
         advantages, returns = gae(rewards, padded_values, mask, self._config.gamma, self._config.lam)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
 
+        # Whitening takes the tokens of all responses in one row, without padding.
         sampled = torch.cat([rollout.sampled_mask for rollout in rollouts])
         flat_advantages = torch.cat([row[:length] for row, length in zip(advantages, lengths, strict=True)])
         whitened = whiten(flat_advantages.double(), sampled).float().split(lengths)
@@ -118,7 +120,7 @@ class Critic:
         """Compute half the clipped squared error of a micro-batch, summed over its sampled tokens.
 
         Returns:
-            The sum (scalar, with gradient), which is to be divided by the optimizer step's number of tokens; metrics.
+            The sum (a scalar with gradient, to be divided by the number of tokens of the optimizer step), and metrics.
         """
         mask, returns = batch.response_mask, batch.returns
         assert batch.values is not None and returns is not None, "`compute_advantages` has given them to every sample"
@@ -126,7 +128,11 @@ class Critic:
         errors, is_clipped = clipped_value_error(values, batch.values, returns, self._config.clip)
         numerator = torch.where(mask, errors, 0.0).sum()
         return numerator, {
-            "critic/loss": Mean(numerator.detach().double(), numerator.new_zeros(()).double(), mask.double().sum()),
+            "critic/loss": Mean(
+                total=numerator.detach().double(),
+                squares=numerator.new_zeros(()).double(),  # not measured
+                count=mask.double().sum(),
+            ),
             "critic/clip_frac": Mean.of(is_clipped, mask),
             "critic/value": Mean.of(values, mask),
             "critic/return": Mean.of(returns, mask),

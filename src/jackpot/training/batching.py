@@ -34,12 +34,12 @@ def mini_batches(
     """Yield, for every optimizer step on one rollout batch, the mini-batch as a list of micro-batches.
 
     With one step per epoch sequences keep the order of the rollouts; with more, whole sequences are shuffled by `seed`
-    and epoch, as PPO does. The uniforms of OBRS are hashed from (seed, rollout uid, position, epoch), so that no
-    batching changes them.
+    and epoch, as PPO does. The random numbers by which OBRS accepts tokens are hashed from (seed, rollout uid,
+    position, epoch), so that no batching changes them.
 
     Args:
         mini_batch_size: number of sequences in one optimizer step; divides the number of rollouts.
-        micro_batch_tokens: most tokens in one micro-batch, where the prompt counts for each response.
+        micro_batch_tokens: most tokens in one micro-batch; a prompt counts once for each of its responses.
         pads: True where some model cannot read a micro-batch without padding (`can_pack`).
     """
     for epoch in range(epochs):
@@ -53,11 +53,11 @@ def mini_batches(
 def micro_batches(
     samples: Sequence[TrainingSample], budget: int, seed: int, epoch: int, pads: bool = False
 ) -> list[TokenBatch]:
-    """Cut one mini-batch into micro-batches of at most `budget` tokens, where the prompt counts for each response.
+    """Cut one mini-batch into micro-batches of at most `budget` tokens; a prompt counts once for each response to it.
 
     Sequences are ordered prompt by prompt, then by length, so that the responses of a group share one forward pass of
-    the prompt. With `pads`, padding counts as tokens, and sequences are ordered by length alone where models then have
-    fewer tokens to read.
+    the prompt. With `pads`, padding counts as tokens; then sequences are ordered by length alone if models have fewer
+    tokens to read in that order.
 
     Args:
         pads: True where some model cannot read a micro-batch without padding (`can_pack`).
@@ -73,14 +73,15 @@ def micro_batches(
                 f"raise it to at least the longest prompt plus sampling.max_new_tokens"
             )
 
-    widest: dict[tuple[int, ...], int] = {}  # tokens of the longest sequence of each prompt, which comes last
+    longest: dict[tuple[int, ...], int] = {}  # length of the longest sequence of each prompt, which comes last
     for item in by_length:
-        widest[item.rollout.prompt.token_ids] = _length(item)
+        longest[item.rollout.prompt.token_ids] = _length(item)
 
     by_prompt = sorted(
-        by_length, key=lambda item: (widest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
+        by_length, key=lambda item: (longest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
     )
-    # With padding, both orders are tried, and the one with fewer tokens to read is taken.
+    # Cut the ordered sequences into runs, one for each micro-batch. With padding, both orders are tried, and the one
+    # with fewer tokens to read is taken.
     cuts = [
         list(pack(order, budget, lambda item: rollout_lengths(item.rollout), pads))
         for order in ((by_length, by_prompt) if pads else (by_prompt,))
@@ -90,16 +91,16 @@ def micro_batches(
 
 
 def plain_batches(rollouts: Sequence[Rollout], budget: int, seed: int, pads: bool = False) -> list[TokenBatch]:
-    """Cut rollouts without advantages into micro-batches, for models to score and not to train on."""
+    """Cut rollouts into micro-batches of at most `budget` tokens, without advantages: to be scored, not trained on."""
     samples = [
         TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=torch.zeros(len(rollout.token_ids)))
         for rollout in rollouts
     ]
-    return micro_batches(samples, budget, seed, 0, pads)
+    return micro_batches(samples, budget, seed, epoch=0, pads=pads)
 
 
 def _tokens_read(run: Sequence[TrainingSample]) -> int:
-    """Count the tokens that models read of a micro-batch with padding, each prompt once."""
+    """Count the tokens, padding too, that models read of a micro-batch: each different prompt and every response."""
     prompts = {item.rollout.prompt.token_ids for item in run}
     return len(prompts) * max(map(len, prompts)) + len(run) * max(len(item.rollout.token_ids) for item in run)
 
@@ -116,7 +117,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     width = int(lengths.max())
     attention_mask = torch.arange(width) < lengths[:, None]
-    positions = attention_mask.flatten().nonzero()[:, 0]
+    positions = attention_mask.flatten().nonzero()[:, 0]  # indices in [B * T] of the tokens that are not padding
 
     def pad(rows: Iterable[Tensor]) -> Tensor:
         """Pad the rows [T_i, ...] of all responses with zeros to one tensor [B, T, ...]."""
@@ -163,7 +164,7 @@ def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: 
     """
     samples = [_sample(batch, row) for batch, indices in zip(batches, rows, strict=True) for row in indices]
     budget = max(_tokens(batch, pads) for batch in batches)
-    return micro_batches(samples, budget, 0, 0, pads) if samples else []
+    return micro_batches(samples, budget, seed=0, epoch=0, pads=pads) if samples else []
 
 
 def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
@@ -188,8 +189,8 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
 def empty_like(batch: TokenBatch) -> TokenBatch:
     """Return a micro-batch without sequences, for a rank that has nothing to train on and must run a pass all the same.
 
-    Models read the prompt of the first sequence of `batch`, so that the pass is as any other; the columns of sequences
-    are [0, T], so that nothing is trained on. A batch that has no sequences is returned as it is.
+    Models read the prompt of the first sequence of `batch`, so that the pass is as any other. The tensors that have a
+    row for each sequence become [0, T], so that nothing is trained on. A batch without sequences is returned as it is.
     """
     if not batch.uids:
         return batch
@@ -197,32 +198,32 @@ def empty_like(batch: TokenBatch) -> TokenBatch:
     prompt = batch.prompt_index[0]
     ids, mask = batch.prompt_ids[prompt], batch.prompt_mask[prompt]
     # The packed row shall have the prompt alone. `pack_row` needs a response for each prompt, and leaves out the last
-    # token of each response; so the response passed here has one token. Its row of `predicting` is removed below.
-    row = None if batch.packed is None else pack_row([ids[mask].tolist()], [0], [batch.response_ids[0, :1]])
+    # token of each response; so the response passed here has one token. What it adds to `predicting` is removed below.
+    packed = None if batch.packed is None else pack_row([ids[mask].tolist()], [0], [batch.response_ids[0, :1]])
 
-    columns = [field.name for field in fields(batch) if field.name not in _NO_COLUMNS]
-    without_rows = {name: None if (column := getattr(batch, name)) is None else column[:0] for name in columns}
+    names = [field.name for field in fields(batch) if field.name not in _NOT_BY_SEQUENCE]
+    without_rows = {name: None if (column := getattr(batch, name)) is None else column[:0] for name in names}
     return replace(
         batch,
         **without_rows,
         prompt_ids=ids[None],
         prompt_mask=mask[None],
-        packed=row and replace(row, predicting=row.predicting[:0]),  # None stays None
+        packed=packed and replace(packed, predicting=packed.predicting[:0]),  # None stays None
     )
 
 
-_NO_COLUMNS = {"prompt_ids", "prompt_mask", "packed"}  # fields of a batch that have no row for each sequence
+_NOT_BY_SEQUENCE = {"prompt_ids", "prompt_mask", "packed"}  # fields of a batch without a row for each sequence
 
 
 def _tokens(batch: TokenBatch, pads: bool) -> int:
-    """Count the tokens of a batch, which is on the CPU, as `micro_batches` does."""
+    """Count the tokens of a batch as `micro_batches` counts them against its budget; the batch is on the CPU."""
     if pads:
         return len(batch.uids) * (batch.prompt_ids.shape[1] + batch.response_ids.shape[1])
     return int(batch.prompt_mask[batch.prompt_index].sum() + batch.attention_mask.sum())
 
 
 def _sample(batch: TokenBatch, row: int) -> TrainingSample:
-    """Return one sequence of a batch as the sample that `collate` got; fields that no model reads are left empty."""
+    """Return one sequence of a batch as the sample that it was made from, without what no model reads."""
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 

@@ -50,20 +50,21 @@ class RunComponents:
         return {"policy": self.policy_engine, "rollout_model": self.engine}
 
     def next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return, by model, the engines that generate rollouts after `iteration`, and so need the weights after it."""
+        """Return, by model, the engines that need the weights after `iteration`, to generate later rollouts."""
         roles = self.config.writers(iteration + 1, iteration + 1 + self.config.batch.ahead)
-        # The rollout model drafts tokens for the policy's rollouts, so its engine needs weights for these too.
+        # Where the rollout model drafts tokens of the policy's rollouts, its engine needs the weights for that.
         drafts = self.config.draft is not None and "policy" in roles
         return {role: engine for role, engine in self.writers.items() if role in roles or drafts}
 
     def training_flops(self, tokens: int, iteration: int) -> int:
-        """Return the FLOPs of training on one sequence: one forward pass of each model, and twice as much backward.
+        """Return the FLOPs of training on one sequence: a forward and a backward pass of each model.
 
         A model that is not trained has no backward pass. A model with nothing left to do in `iteration` has no pass.
 
         Args:
             tokens: length of prompt and response together.
         """
+        # FLOPs as multiples of those of a forward pass; a backward pass costs twice as much.
         passes: dict[Role, int] = {"policy": 3}
         if (settings := self.config.rollout_model) and self.config.uses_rollout_model(iteration):
             passes["rollout_model"] = 3 if settings.optimizer else 1
@@ -72,7 +73,7 @@ class RunComponents:
     def send_weights(self, engine: Engine, role: Role) -> Sums:
         """Copy the learner's weights of one model into an engine, and verify by a digest that all of them arrived.
 
-        An engine with quantized weights may take codes and scales; then these are sent instead of the weights.
+        An engine with quantized weights may take them already quantized, as codes and scales; then these are sent.
 
         Returns:
             Metrics of the update.
@@ -111,9 +112,11 @@ def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version:
         cast = ((name, tensor.to(dtype)) for name, tensor in weights)
         weights = quantize_named(cast, codes.names, codes.scheme)
 
+    # `watch` yields the weights one by one and adds each to the digest. The engine may stop reading early, so `deque`
+    # reads the rest: the digest must cover weights that the engine did not ask for.
     weights = digest.watch(weights)
     engine_digest = engine.update_weights(weights, version)
-    deque(weights, maxlen=0)  # the digest of what was sent also covers tensors that the engine did not ask for
+    deque(weights, maxlen=0)
     sent_digest = digest.hexdigest()
 
     if engine_digest != sent_digest:

@@ -52,7 +52,8 @@ class Evaluator:
         for role, result in results.items():
             self._folder.save_evaluation(iteration, role, result)
 
-        # Report both models, in place of a missing rollout model the policy.
+        # Report both models; where there is no rollout model, report the policy under both names. An error of a check
+        # is an event of the next iteration.
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])
             engine = engines.get(role, components.engine)
@@ -83,6 +84,7 @@ class Evaluator:
             self._prompts[name] = [task.prompt("test", index) for index in range(size)]
 
         prompts, sampling = self._prompts[name], config.evaluation_sampling
-        samples = {set_name(benchmark.name): benchmark.k for benchmark in config.evaluation.benchmarks}
-        k = samples.get(name) or config.evaluation.k
+        # The number of responses to each problem is the benchmark's own, if the settings give one.
+        k_by_benchmark = {set_name(benchmark.name): benchmark.k for benchmark in config.evaluation.benchmarks}
+        k = k_by_benchmark.get(name) or config.evaluation.k
         return evaluate(engine, task, components.tokenizer, prompts, sampling, config.seed, k=k, name=name)

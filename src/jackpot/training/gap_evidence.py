@@ -16,9 +16,9 @@ from jackpot.training.batching import sampled_with
 from jackpot.training.reported_lists import Bets
 
 DEPTHS = 20  # number of ranges of depth: tokens 1, 2-3, 4-7, ...; the last range has no end
-LEARNT = 2  # first batches that only teach which gaps are usual; as many batches are checked thoroughly (`guards`)
-MAY_GROW = 4.0  # most times that the gap of a range of depths may exceed its mean gap in the run so far
-MEMORY = 0.95  # weight of a batch in that mean, relative to the next batch: gaps may grow as a run goes on
+LEARNT = 2  # number of first batches that only teach which gaps are usual; `guards` checks as many thoroughly
+MAY_GROW = 4.0  # largest gap of a range of depths, as a multiple of the mean gap of the range in the run so far
+MEMORY = 0.95  # weight of each batch in that mean, relative to the batch after it: gaps may grow as a run goes on
 
 
 def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[Tensor, Sums]:
@@ -29,9 +29,9 @@ def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[T
         version: the weights that gave `old`.
 
     Returns:
-        The gaps, [B, T], NaN where other weights sampled the token. Metrics: of the gaps, and the mean of
-        p_training / p_engine. This is the mass that top-p and top-k keep, because p_engine is normalized on the kept
-        tokens, on which the untruncated p_training sums to that mass.
+        The gaps, [B, T], NaN where other weights sampled the token; and metrics of the gaps and of p_training /
+        p_engine. The mean of this ratio over the engine's tokens is the probability that top-p and top-k keep: p_engine
+        sums to 1 over the tokens that are kept, and p_training, which is not truncated, sums to that probability.
     """
     log_probs = old.rollout_model_old_log_probs
     if batch.by_policy is not None:
@@ -49,12 +49,14 @@ def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[T
 class GapEvidence:
     """The evidence in a run that, at some depth, an engine's log-probs have moved away from training's.
 
-    For a prompt let x be the mean |p_engine - p_training| of its responses' tokens in a range of depths. L is the
-    largest mean that x may have: MAY_GROW times the mean of x in earlier batches, in this range or a shallower one
-    with a larger mean, and at least what is always allowed. The bet (`Bets`) of the range is the factor
-    (1 + x / L) / 2 for every prompt, whose mean is at most 1 as long as L bounds the mean of x. The means learn from x
-    cut off at L, and in the first batches, which are not judged, at MAY_GROW times what is always allowed: so an engine
-    that was wrong before a restart does not teach that its gap is usual.
+    For a prompt and a range of depths, let x be the mean |p_engine - p_training| of the tokens at these depths in all
+    responses to the prompt. Let L be the largest mean over prompts that x may have: MAY_GROW times the mean of x in
+    earlier batches (in this range, or in a shallower range if it is larger there), and at least what is always allowed.
+
+    Every range has a bet (`Bets`): each prompt multiplies it by (1 + x / L) / 2, whose mean is at most 1 as long as the
+    mean of x is at most L. The means of earlier batches count an x above L as L. In the first batches, which are not
+    judged, they count it up to MAY_GROW times what is always allowed, so that an engine that was wrong before a restart
+    does not teach that its gap is usual.
     """
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class GapEvidence:
         self._batches = 0
 
     def add(self, rollouts: Sequence[Rollout], gaps: Sequence[Tensor], always: float) -> float:
-        """Add the gaps of a batch to the evidence; return the evidence as `Bets.share` does.
+        """Add the gaps of a batch to the evidence; return all evidence so far as a number below 1 (`Bets.share`).
 
         Args:
             rollouts: rollouts of the batch.
@@ -89,6 +91,7 @@ class GapEvidence:
         else:
             limits = torch.full_like(limits, MAY_GROW * always)
 
+        # Learn from x, cut off at the limits.
         means = torch.minimum(means, limits)
         self._sums = MEMORY * self._sums + means.nansum(0)
         self._counts = MEMORY * self._counts + known.sum(0)
@@ -111,13 +114,15 @@ def _error_text(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str
 def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
     """Return the mean gap of each prompt in each range of depths, [P, D] float64; NaN where no gap is known."""
     prompts: dict[str, int] = {}
-    rows = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
+    prompt_indices = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
-    # The depth of each token, counted from 1 in each rollout, and the range of depths: the floor of its log2.
+    # The depth of each token, counted from 1 in each rollout.
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    # The range of each depth, the floor of its log2: `frexp` writes a depth as a number in [0.5, 1) times 2**exponent.
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)
 
-    cells = rows.repeat_interleave(lengths) * DEPTHS + ranges  # index of each token's prompt and range in [P * D]
+    # For each token, the index of its prompt and range in [P * D]: sum the gaps in each of these cells.
+    cells = prompt_indices.repeat_interleave(lengths) * DEPTHS + ranges
     is_known, size = values.isfinite(), len(prompts) * DEPTHS
     sums = cells[is_known].bincount(values[is_known], minlength=size)
     return (sums / cells[is_known].bincount(minlength=size)).view(-1, DEPTHS)

@@ -31,7 +31,8 @@ THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and af
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one rollout in QUICK_SHARE, but at least QUICK_FEWEST
-ALWAYS_ALLOWED = 4.0  # at any depth of a response a gap is allowed up to the largest allowed gap divided by this
+# The mean gap at any depth of a response is allowed up to the largest allowed gap of all tokens, divided by this.
+ALWAYS_ALLOWED = 4.0
 LIST_GAP_FACTOR = 3.0  # largest total variation of top-k lists, as a multiple of the largest allowed gap of tokens
 
 # Ratios of the engine's temperature to training's that are tried as the cause of a gap
@@ -48,9 +49,9 @@ class EngineCheck:
 
     Every rollout batch is checked before it is trained on. Over all tokens, the engine's report must be consistent in
     itself: its top-k lists, and how often it draws each token (`SamplingEvidence`). Training also scores some tokens
-    again: many in the first two batches after a start that different weights generated, then few. After the steps on
-    the batch all tokens are compared, by log-probs that training computed anyway (`GapEvidence`). `guard.check_engine`
-    turns these checks off.
+    again: many tokens in two batches after every start of the run, the first and the first of newer weights, and few in
+    all others. After the steps on the batch all tokens are compared, by log-probs that training computed anyway
+    (`GapEvidence`). `guard.check_engine: false` turns these checks off.
 
     A batch that was begun ahead (`batch.ahead`) is scored by a copy of the weights that generated it.
 
@@ -73,7 +74,7 @@ class EngineCheck:
         self._copied: int | None = None  # version of the weights of which the learner keeps a copy; None: no copy
 
     def keep_weights(self) -> None:
-        """Have the learner keep a copy of its weights, to check batches that are begun ahead after the next steps."""
+        """Have the learner copy its weights as they are now, to check later the batches that these generate ahead."""
         if self._config.guard.check_engine:
             self._learner.keep_weights(self._role)
             self._copied = self._learner.version[self._column]
@@ -207,6 +208,7 @@ class EngineCheck:
         """
         capabilities, config = engine.capabilities, self._config
         engine_dtype = _PRECISION_NAMES[capabilities.dtype]
+        # If both sides compute in the same number formats, they differ by the rounding of the dtype alone.
         are_equal = (capabilities.number_formats, engine_dtype) == (config.number_formats, config.compute_dtype)
         if are_equal and config.number_formats is not None:
             return precisions(engine_dtype, engine_dtype, capabilities.device, config.sampling)
@@ -222,7 +224,7 @@ class NonFiniteGuard:
     Args:
         limit: `guard.max_non_finite_steps`.
         record: called with the event that says why the run stops.
-        count: number of consecutive bad steps before this start of the run, from the checkpoint.
+        count: number of consecutive bad steps up to the checkpoint from which the run continues.
     """
 
     def __init__(self, limit: int, record: RecordEvent, count: int = 0) -> None:
@@ -274,14 +276,14 @@ def check_gap(
         score: computes training's log-probs of these rollouts, as `Learner.score` does.
 
     Returns:
-        `mean_gap` (`engine_gap`), `list_gap` (`list_gap`) and `allowed`, the largest `mean_gap`.
+        `mean_gap` and `list_gap`, the results of `engine_gap` and `list_gap`, and `allowed`, the limit of `mean_gap`.
 
     Raises:
         EngineError: a gap is larger than the precisions explain; names a distribution that the reported numbers do
             agree with, if one is found.
     """
     scores = score(sampling)
-    gap, lists = engine_gap(rollouts, scores), list_gap(rollouts, scores)
+    gap, gap_of_lists = engine_gap(rollouts, scores), list_gap(rollouts, scores)
 
     allowed = max(LARGEST_GAPS[precision] for precision in precisions)
     tokens = _sampled_tokens(rollouts)
@@ -294,22 +296,22 @@ def check_gap(
             f"{allowed:g} is allowed in {formats}. {_suspicion(rollouts, sampling, score, allowed)}"
         )
 
-    if not lists <= LIST_GAP_FACTOR * allowed:
+    if not gap_of_lists <= LIST_GAP_FACTOR * allowed:
         raise EngineError(
             f"the engine's top-k lists are not those of the distribution it samples from: over {tokens} tokens they "
-            f"differ from training's at the same ids by {lists:.2g} in total variation on average, and the sampled "
-            f"tokens by {gap:.2g}; at most {LIST_GAP_FACTOR * allowed:g} is allowed in {formats}. Z is made of them. "
-            f"Likely causes: lists of another position or another request; a filter such as top_k that one side does "
-            f"not apply"
+            f"differ from training's at the same ids by {gap_of_lists:.2g} in total variation on average, and the "
+            f"sampled tokens by {gap:.2g}; at most {LIST_GAP_FACTOR * allowed:g} is allowed in {formats}. Z is made of "
+            f"them. Likely causes: lists of another position or another request; a filter such as top_k that one side "
+            f"does not apply"
         )
-    return {"mean_gap": gap, "list_gap": lists, "allowed": allowed}
+    return {"mean_gap": gap, "list_gap": gap_of_lists, "allowed": allowed}
 
 
 def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
     """Return the mean |p_engine - p_training| over the sampled tokens of rollouts; NaN without rollouts.
 
     Args:
-        scores: training's log-probs of tokens and top-k lists (`Learner.score`), [T, 1 + K] by rollout uid.
+        scores: training's log-probs by rollout uid, [T, 1 + K]: of each token, then of the K ids in its top-k list.
     """
     gaps = [_differences(rollout, rollout.rollout_log_probs, scores[rollout.uid][:, 0]) for rollout in rollouts]
     return float(torch.cat(gaps).mean()) if gaps else math.nan
@@ -351,6 +353,7 @@ def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
     that take turns. A small batch gives fewer rollouts, since each is read with its prompt: scoring 16 of 64 short
     rollouts took as long as scoring a quarter of the batch.
     """
+    # A part of the batch, but at least QUICK_FEWEST and at most QUICK_ROLLOUTS of the rollouts that there are.
     count = min(QUICK_ROLLOUTS, max(QUICK_FEWEST, len(rollouts) // QUICK_SHARE), len(rollouts))
     edges = [len(rollouts) * share // count for share in range(count + 1)] if count else []
     indices = [start + fold_in(seed, start) % (end - start) for start, end in pairwise(edges)]
@@ -395,6 +398,7 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
         if float(torch.cat(differences).abs().mean()) <= allowed:
             return "They are off by one: those of the token next to it; shift them where the rollouts are made"
 
+    # A log-prob above 0, rounding aside, would be a probability above 1.
     largest = max(float(rollout.rollout_log_probs[rollout.sampled_mask].max()) for rollout in rollouts)
     hint = "they are no distribution over tokens" if largest > 1e-3 else "other weights, or another tokenizer"
     return f"Likely causes: {hint}; a temperature or filter that one side does not apply; a broken weight update"

@@ -14,9 +14,9 @@ class StopSignal:
     """A `with` block in which the first SIGINT, SIGTERM or SIGHUP sets `requested`, and the second ends the process.
 
     Only the main thread of a process receives signals: in another thread `requested` stays False. SIGINT counts also
-    if it was ignored on entry, as in a process that a script starts in its background; SIGHUP does not count then, as
-    in a process that was started with nohup. After SIGHUP, output to a terminal that is gone is dropped, because
-    writing it would fail.
+    if the process ignored it before the block, as a process does that a script starts with `&`. A SIGHUP that the
+    process ignored before does not count, as after a start with nohup. After SIGHUP, output to a terminal that is gone
+    is dropped, because writing it would fail.
     """
 
     def __init__(self) -> None:

@@ -17,20 +17,21 @@ from jackpot.training.learner import StepResult
 WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # summed over the first epoch only
 # Metrics from which the standard error of obrs/acceptance_minus_z is computed.
 _BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"
-FEWEST_TOKENS = 100  # with fewer tokens the effective share is near 1, whatever the weights are
-_DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {  # further metrics, computed from the sums of a metric
+FEWEST_TOKENS = 100  # of fewer tokens, the effective sample size is near their number, whatever their weights are
+# By name of a metric, the metrics that are derived from it, each with the function that computes its value.
+_DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {
     "mismatch/ratio": {
-        "mismatch/ratio_stderr": lambda entry: entry.standard_error,  # ratios are uncorrelated between tokens
-        "mismatch/ess": lambda entry: _of_many(entry, entry.effective_share),
+        "mismatch/ratio_stderr": lambda metric: metric.standard_error,  # ratios are uncorrelated between tokens
+        "mismatch/ess": lambda metric: _of_many(metric, metric.effective_share),
     },
     "mismatch/log_ratio": {
-        f"mismatch/ratio_p{percent:g}": lambda entry, percent=percent: entry.quantile(percent / 100.0).exp()
+        f"mismatch/ratio_p{percent:g}": lambda metric, percent=percent: metric.quantile(percent / 100.0).exp()
         for percent in (0.1, 1, 50, 99, 99.9)
     },
-    "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda entry: entry.variance},
-    "correction/weight": {"correction/ess": lambda entry: _of_many(entry, entry.effective_share)},
+    "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda metric: metric.variance},
+    "correction/weight": {"correction/ess": lambda metric: _of_many(metric, metric.effective_share)},
 }
-_PREFIX = "mismatch/prefix_ess_"  # prefix of the names of effective shares that need enough tokens
+_PREFIX = "mismatch/prefix_ess_"  # how the names of further effective shares begin that are NaN for few tokens
 _NOT_SHOWN = (  # metrics that only serve to compute other numbers
     "policy/largest_kept_advantage",
     "policy/largest_advantage",
@@ -46,13 +47,14 @@ def training_sums(
 ) -> Sums:
     """Add up the metrics of all optimizer steps of an iteration, and count tokens and FLOPs of training.
 
-    The metrics of `WITH_STANDARD_ERROR`, and the effective share `mismatch/ess` that is computed from one of them, are
-    taken from the first epoch only, because a standard error must not count a token twice.
+    The metrics of `WITH_STANDARD_ERROR`, and so the effective sample size `mismatch/ess` that is computed from one of
+    them, are taken from the first epoch only, because a standard error must not count a token twice.
     """
     sums, epochs = _total(results), components.config.batch.ppo_epochs
     if sums:
-        first = _total(results[: len(results) // epochs])
-        sums |= {name: first[name] for name in (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE) if name in first}
+        first_epoch = _total(results[: len(results) // epochs])
+        from_first = (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE)
+        sums |= {name: first_epoch[name] for name in from_first if name in first_epoch}
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
     flops = epochs * sum(components.training_flops(tokens_read(sample.rollout), iteration) for sample in samples)
     return sums | {
@@ -77,7 +79,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
         role = rollout.sampled_by
         assert role, "the sampler names the model of every rollout"
         versions = rollout.versions[:, Version._fields.index(role)]
-        # Each iteration that began with newer weights than the token's came after an update since.
+        # Count the iterations that began with newer weights than those that generated the token.
         lags.append((by_role[role][:, None] > versions).sum(0))
         masks.append(rollout.sampled_mask)
 
@@ -88,16 +90,17 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 def metric_values(sums: Sums) -> dict[str, float]:
     """Return the value of every metric by name, derived metrics included; this waits for the device once."""
     values: dict[str, Tensor] = {
-        name: _of_many(entry, entry.value)
-        if isinstance(entry, EffectiveSampleSize) and _PREFIX in name
-        else entry.value
-        for name, entry in sums.items()
+        name: _of_many(metric, metric.value)
+        if isinstance(metric, EffectiveSampleSize) and _PREFIX in name
+        else metric.value
+        for name, metric in sums.items()
         if name not in _NOT_SHOWN
     }
 
+    # Add the metrics that are computed from others.
     for name, derived in _DERIVED.items():
         if name in sums:
-            values |= {derived_name: value(sums[name]) for derived_name, value in derived.items()}
+            values |= {derived_name: compute(sums[name]) for derived_name, compute in derived.items()}
     if _BY_RESPONSE in sums:
         values["obrs/acceptance_minus_z_stderr"] = _acceptance_error(sums)
     if "critic/error" in sums:
@@ -116,17 +119,17 @@ def metric_values(sums: Sums) -> dict[str, float]:
 def _acceptance_error(sums: Sums) -> Tensor:
     """Return the standard error of mean acceptance minus mean Z.
 
-    It is clustered by response, because the error of a Z that misses mass is alike within a response. It is at least
-    the error of independent acceptances, whose variance is Z (1 - Z) at most: where rejections are rare, a batch
-    without any would show no spread at all.
+    The error is clustered by response: a Z that leaves out some of the probability errs alike for all tokens of a
+    response. It is at least the error of independent acceptances, whose variance is Z (1 - Z) at most: where rejections
+    are rare, a batch without any would show no spread at all.
     """
-    observed, expected = ClusteredMean.named(sums, _BY_RESPONSE), Mean.named(sums, _VARIANCE)
-    return torch.maximum(observed.standard_error, expected.total.sqrt() / expected.count)
+    by_response, variances = ClusteredMean.named(sums, _BY_RESPONSE), Mean.named(sums, _VARIANCE)
+    return torch.maximum(by_response.standard_error, variances.total.sqrt() / variances.count)
 
 
-def _of_many(entry: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
-    """Return an effective share of tokens, or NaN if fewer than `FEWEST_TOKENS` tokens were counted."""
-    return torch.where(entry.count < FEWEST_TOKENS, torch.nan, share)
+def _of_many(metric: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
+    """Return `share`, the effective share of a metric's tokens, or NaN if these are fewer than `FEWEST_TOKENS`."""
+    return torch.where(metric.count < FEWEST_TOKENS, torch.nan, share)
 
 
 def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overlaps: bool) -> dict[str, float]:

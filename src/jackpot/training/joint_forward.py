@@ -40,7 +40,8 @@ class ModelOutputs(NamedTuple):
     hidden: dict[Role, Tensor]  # hidden states of each model that predict the tokens, [N, H]
     head: HeadOutput | JointOutput
     reference_kl: Tensor | None  # [N] KL to the reference; None where there is no reference
-    budgeted: tuple[Tensor, Tensor] | None  # Z and lam that a budget chooses, [N] float64; None without a budget
+    # Z and lam of each token, [N] float64, where the correction's budget chooses them; else None
+    budgeted: tuple[Tensor, Tensor] | None
 
 
 class JointForward:
@@ -103,8 +104,8 @@ class JointForward:
     def outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool = False) -> ModelOutputs:
         """Run the backbones and the joint head over a micro-batch.
 
-        Where `old` has the Z in use, the exact Z of the current policy is not computed, because the weights that
-        generated the rollouts may no longer exist.
+        No exact Z is computed where `old` holds the Z that the correction uses, because the weights that generated the
+        rollouts may no longer exist.
 
         Args:
             is_trained: True to compute also what only a backward pass and its metrics need.
@@ -118,17 +119,19 @@ class JointForward:
             outputs.head,
             batch,
             self.weights_are_current(batch),
-            objective.correction.lam,
-            "topk" if outputs.budgeted else self._normalizer(old),
-            self.distill if self.runs_both else None,
-            outputs.reference_kl,
+            lam=objective.correction.lam,
+            normalizer="topk" if outputs.budgeted else self._normalizer(old),
+            distill=self.distill if self.runs_both else None,
+            reference_kl=outputs.reference_kl,
         )
 
         if outputs.budgeted is None or objective.budget is None:
             return scores
 
+        # Replace Z and lam by those that the budget has chosen.
         z, lam = (batch.spread(column.to(scores.log_probs.dtype)) for column in outputs.budgeted)
-        # In the policy's own rollouts p = q, so that Z = sum min(q, p / lam) is the budget at lam = 1 / budget.
+        # At tokens that the policy sampled itself, the distributions of Z = sum min(q, p / lam) are one, p = q. So Z is
+        # the budget at lam = 1 / budget.
         if batch.by_policy is not None:
             is_own = batch.by_policy[:, None] & batch.response_mask
             z, lam = torch.where(is_own, objective.budget, z), torch.where(is_own, 1.0 / objective.budget, lam)
@@ -141,14 +144,19 @@ class JointForward:
             """Compute the log-probs of the N sampled tokens, [N]."""
             hidden, temperature = response_hidden(self._models["policy"], batch), self._options.temperature
             if self._options.on_support:
-                return scores_on_support(self._head.heads(hidden, None)[0], batch, temperature)[0]
+                (policy_head,) = self._head.heads(hidden, None)
+                sampled_log_probs, _ = scores_on_support(policy_head, batch, temperature)
+                return sampled_log_probs
             ids = batch.at_sampled(batch.response_ids)
             return self._head(hidden, None, ids, temperature=temperature, only_log_probs=True).log_probs
 
         return batch.spread(self.run(log_probs))
 
     def weights_are_current(self, batch: TokenBatch) -> Tensor:
-        """Mark tokens that their model's current weights sampled, in an engine that is exact: [B, T] bool."""
+        """Mark the tokens whose model still has the weights that sampled them: [B, T] bool.
+
+        False for all tokens of an engine that quantizes or truncates.
+        """
         generator = "rollout_model" if self.is_separate else "policy"
         is_exact: bool | Tensor = generator in self._options.exact_engines
         if batch.by_policy is not None:
@@ -157,29 +165,29 @@ class JointForward:
 
     @torch.no_grad()
     def column(self, batches: Sequence[TokenBatch], compute: Callable[[TokenBatch], Tensor]) -> dict[str, Tensor]:
-        """Compute a column [B, T, ...] of each batch without gradient; return its rows on the CPU by rollout uid."""
+        """Compute a tensor [B, T, ...] for each batch without gradient; return its rows by rollout uid, on the CPU."""
         return column_on_host([(batch, self.run(partial(compute, batch_to(batch, self.device)))) for batch in batches])
 
     def run(self, work: Callable[[], _Result]) -> _Result:
-        """Call `work`, part of a forward pass, in the precision of the settings and with sharded weights gathered.
+        """Call `work`, part of a forward pass, with autocast as the options say, and with sharded weights gathered.
 
-        Autocast keeps no copies of sharded weights, which would outlive the gathered weights.
+        Autocast keeps no copies of sharded weights, because they would stay in memory after the gathered weights.
         """
-        keeps = torch.is_autocast_cache_enabled() and self._gathered is None
-        precision = (
-            torch.autocast(self.device.type, self._options.autocast, cache_enabled=keeps)
+        keeps_copies = torch.is_autocast_cache_enabled() and self._gathered is None
+        autocast = (
+            torch.autocast(self.device.type, self._options.autocast, cache_enabled=keeps_copies)
             if self._options.autocast
             else None
         )
-        with precision or nullcontext():
+        with autocast or nullcontext():
             return self._gathered(work) if self._gathered else work()
 
     def _normalizer(self, old: OldLogProbs | None) -> str:
-        """Return the name of the way to estimate Z, which is not `exact` where `old` already holds the Z in use."""
+        """Return how to estimate Z: as the objective says, or by `topk` where `old` holds the Z that is used."""
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
-        """Run the backbones and the joint head as `outputs` says, in the precision of `run` and on gathered weights."""
+        """Run the backbones and the joint head for `outputs`, which calls this method through `run`."""
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self.runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))
@@ -202,10 +210,11 @@ class JointForward:
             log_probs = head.policy.log_probs if self.runs_both else head.log_probs
             reference_kl = self.reference.kl(batch, hidden["policy"], log_probs)
 
+        # Where the engine truncates its distribution, normalize the log-probs on the tokens that it kept.
         if self._options.on_support:
             head = on_support(head, self._head.heads(*states), batch, self._options.temperature)
 
         budgeted = None
         if budget:
             budgeted = self._head.z_for_budget(*states, temperature=self._options.temperature, budget=budget)
-        return ModelOutputs(hidden, head, reference_kl, budgeted)
+        return ModelOutputs(hidden=hidden, head=head, reference_kl=reference_kl, budgeted=budgeted)

@@ -62,17 +62,17 @@ class _BackwardPass:
     """The results of a micro-batch's backward pass, beside the gradients."""
 
     policy: PolicyPass
-    measured: Sums  # the micro-batch's share of the totals that the policy's correction needs, such as sum a and sum Z
-    metrics: Sums  # metrics of everything but the correction
-    gaps: Tensor  # [B, T], as `token_gaps` returns them
+    measured: Sums  # the micro-batch's part of the totals that the policy's correction needs, such as the sum of Z
+    metrics: Sums  # all metrics of the micro-batch except those of `policy_report`, which need the final correction
+    gaps: Tensor  # |p_engine - p_training| of each token, [B, T], as `token_gaps` returns it
     trace: dict[str, Tensor]  # per-token columns of saved rollouts
 
 
 class JointLearner(Learner):
     """A learner that trains both models on one device; several ranks, each with a learner, sum their gradients.
 
-    An accumulated step equals the step on the whole batch: gradients are summed as numerators and divided once, before
-    clipping, by denominators that cover all micro-batches and ranks.
+    A step on several micro-batches equals a step on all their tokens at once: gradients are summed as numerators and
+    divided once, before clipping, by denominators that cover all micro-batches and ranks.
 
     Ranks may hold shards of the models (`gathered`). Then all ranks make equal calls, with equally many micro-batches
     (`batching.deal`). `weights` gives the first rank whole tensors, and other ranks nothing. Each rank saves a part of
@@ -141,7 +141,7 @@ class JointLearner(Learner):
             pads=not can_pack(policy),
         )
 
-        self._old_version = Version(0, 0)  # version of the weights that gave the old log-probs
+        self._old_version = Version(policy=0, rollout_model=0)  # of the weights that gave the old log-probs
         self._kept_weights: dict[Role, KeptWeights] = {}
         # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
@@ -180,7 +180,7 @@ class JointLearner(Learner):
             steps_rollout_model = self._options.rollout_model_each_step or index == len(steps) - 1
             result, step_gaps = self.update(micro_batches, trace, steps_rollout_model)
             results.append(result)
-            gaps = step_gaps + gaps  # newest first: of a rollout's gaps those of its first step count
+            gaps = step_gaps + gaps  # newest first, since the last of equal uids wins: a rollout's first step counts
 
         # All gaps come in one transfer, so that no step waits for the device.
         return TrainResult(results, column_on_host(gaps))
@@ -210,7 +210,7 @@ class JointLearner(Learner):
     def update(
         self, micro_batches: Sequence[MicroBatch], trace: bool = True, steps_rollout_model: bool = True
     ) -> tuple[StepResult, GapColumns]:
-        """Take one optimizer step of policy and critic, and of the rollout model where it steps too.
+        """Take one optimizer step of policy and critic and, with `steps_rollout_model`, of the rollout model.
 
         Args:
             trace: as in `train`.
@@ -242,9 +242,10 @@ class JointLearner(Learner):
             passes, repair_metrics = self._repair.apply(passes, totals)
             metrics.append(repair_metrics)
 
-        reported = totals if known.totals is None or known.are_provisional else known.totals
+        # Report the correction with the totals that its weights contain: this step's, or none for `kappa: none`.
+        used_totals = totals if known.totals is None or known.are_provisional else known.totals
         reports = [
-            policy_report(self._objective, micro.terms, micro.correction, reported, self._options.max_length)
+            policy_report(self._objective, micro.terms, micro.correction, used_totals, self._options.max_length)
             for micro in passes
         ]
 
@@ -254,6 +255,7 @@ class JointLearner(Learner):
             sampled_tokens=Mean.named(totals, "obrs/acceptance").count,
             steps_rollout_model=steps_rollout_model,
         )
+        # Unless the policy was skipped, keep the totals for the next step.
         if all(event["model"] != "policy" for event in events):
             self._totals.keep(totals)
 
@@ -278,25 +280,28 @@ class JointLearner(Learner):
         """
         batch = micro.tokens
         outputs = self._forward.outputs(batch, micro.old, is_trained=True)
-        norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None
+        norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None  # for `KappaRepair`
 
         scores = self._forward.scores(batch, outputs, micro.old)
         old = micro.old or OldLogProbs.of(scores)
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
-        # None: each rank has this micro-batch alone, so that the sums over the ranks are the totals of the step.
+        # If no totals are known, this is the only micro-batch of the rank: sums over the ranks are the step's totals.
         totals = all_reduce_sums(measured) if known.totals is None else known.totals
 
         loss = joint_loss(
             self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length
         )
-        splits = trace and loss.rollout_model_ppo.requires_grad
-        split = GradientSplit(loss.rollout_model_ppo, outputs.hidden["rollout_model"]) if splits else None
+        measures_split = trace and loss.rollout_model_ppo.requires_grad
+        split = GradientSplit(loss.rollout_model_ppo, outputs.hidden["rollout_model"]) if measures_split else None
         (loss.policy + loss.rollout_model).backward()
 
+        # The weights that gave `old`: those before the first update or, in the first update itself, the current ones.
         gaps, gap_metrics = token_gaps(batch, old, self._old_version if micro.old else self.version)
         metrics = loss.metrics | gap_metrics | lag(batch, self.version) | self._critic_backward(batch)
         return _BackwardPass(
-            policy=PolicyPass(on_host, loss.terms, loss.correction, norms and norms.spread(batch)),
+            policy=PolicyPass(
+                batch=on_host, terms=loss.terms, correction=loss.correction, norms=norms and norms.spread(batch)
+            ),
             measured=measured,
             metrics=metrics | (split.sums if split else {}),
             gaps=gaps,
@@ -340,6 +345,7 @@ class JointLearner(Learner):
         for role in roles:
             model = self.critic.model if self.critic and role == "critic" else self.models[role]
             yield model_writer(model, folder / role, share)
+        # Each tensor of moments is gathered on one rank, the one with the fewest bytes so far.
         for role, moments in self._optimizer.moments():
             tensors = {name: moment.cpu() for name, moment in gather(moments, Dealer(share.size))}
             yield partial(write_part, share.path(folder / _MOMENTS, role), tensors)

@@ -21,8 +21,8 @@ from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
 NON_FINITE = "non-finite gradient"
 
-# By value of `policy.ess_scaling`: a function from the metrics of an optimizer step, over all ranks, to the effective
-# sample size of the step as a share of its samples, in (0, 1].
+# For each value of `policy.ess_scaling`, a function that takes the metrics of an optimizer step, over all ranks, and
+# returns the effective sample size of the step, as a share of its samples in (0, 1].
 EFFECTIVE_SHARES: dict[str, Callable[[Sums], Tensor]] = {
     "response": lambda sums: sums["mismatch/sequence_ess"].value,
     "token": lambda sums: Mean.named(sums, "correction/weight").effective_share,
@@ -41,8 +41,8 @@ class JointOptimizer:
         rollout_model_each_step: True where the rollout model steps with the policy; else its gradients add up until
             `step` is called with `steps_rollout_model`.
         ess_scaling: key of `EFFECTIVE_SHARES`. The policy's learning rate is multiplied by the square root of this
-            share, as in VCPO, arXiv 2602.17616 (mit-han-lab/vcpo, verl/workers/actor/megatron_actor.py, commit
-            c7f030f), where it is the share of responses. None: the learning rate is not scaled.
+            share, as VCPO does with the share of responses, arXiv 2602.17616 (mit-han-lab/vcpo,
+            verl/workers/actor/megatron_actor.py, commit c7f030f). None: the learning rate is not scaled.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class JointOptimizer:
     def version(self, has_rollout_model: bool) -> Version:
         """Return the version of the weights of both models; without a rollout model the policy's stands for both."""
         policy = self.steps("policy")
-        return Version(policy, self.steps("rollout_model") if has_rollout_model else policy)
+        return Version(policy=policy, rollout_model=self.steps("rollout_model") if has_rollout_model else policy)
 
     def step(
         self, sums: Sums, *, sampled_tokens: Tensor, steps_rollout_model: bool
@@ -92,9 +92,11 @@ class JointOptimizer:
         if self._accumulator:
             counts.pop("rollout_model", None)
 
+        # Divide and clip the gradients of these models.
         norms = {role: self._prepare(role, count) for role, count in counts.items()}
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
 
+        # Add the rollout model's gradient to its sum over steps, and step on the sum when it is due.
         if self._accumulator and "rollout_model" in totals:
             is_finite = self._accumulator.add(totals["rollout_model"], is_finite)
             if steps_rollout_model:
@@ -199,9 +201,9 @@ class GradientAccumulator:
             parameter.grad = None
 
         are_broken = [~local(grad).isfinite().all().to(count.device) for grad in grads if grad is not None]
-        num_broken = torch.stack([~others_are_finite, *are_broken]).any().double()
-        sum_over_ranks([num_broken])
-        is_added = num_broken == 0
+        num_broken_ranks = torch.stack([~others_are_finite, *are_broken]).any().double()
+        sum_over_ranks([num_broken_ranks])
+        is_added = num_broken_ranks == 0
 
         self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
         for saved, grad in zip(self._saved, grads, strict=True):
@@ -227,9 +229,9 @@ class GradientAccumulator:
 class GradientSplit:
     """A measure of how the rollout model's gradient splits into PPO (eq. 6) and distillation (eq. 7).
 
-    Measured is the gradient of the hidden states [N, H] that the head reads, where the two losses meet; below them the
-    backbone sees only the sum. The PPO part takes a backward pass through the head alone. The distillation part is the
-    rest of the gradient that arrives at the hidden states in the backward pass of both losses.
+    The split is measured in the gradient of the hidden states [N, H] that the head reads: both losses reach the
+    backbone through them, as a sum. The PPO part takes a backward pass through the head alone. The distillation part is
+    the rest of the gradient that arrives at the hidden states in the backward pass of both losses.
 
     Args:
         ppo: numerator of eq. 6, a scalar with gradient.
@@ -242,7 +244,10 @@ class GradientSplit:
         hidden.register_hook(self._measure)
 
     def _measure(self, gradient: Tensor) -> None:
-        """Sum the squares of both parts and their products, from the gradient of both losses together, [N, H]."""
+        """Sum the squares of the PPO part and of the distillation part, and the products of the two, into `sums`.
+
+        `gradient`, [N, H], is that of both losses together.
+        """
         ppo, distill = self._ppo.float(), gradient.float() - self._ppo
         products = {"ppo": ppo * ppo, "distill": distill * distill, "product": ppo * distill}
         self.sums = {f"{_SPLIT}/{name}": Sum(values.sum(dtype=torch.float64)) for name, values in products.items()}
@@ -252,10 +257,10 @@ _SPLIT = "rollout_model/split"
 
 
 def split_numbers(sums: Sums) -> Sums:
-    """Remove the sums of `GradientSplit` from the sums of an optimizer step, and return the metrics made from them.
+    """Remove what `GradientSplit` added to the sums of an optimizer step, and return the metrics that it gives.
 
-    The metrics are the norms of both parts, over the denominator of the step, and the cosine between the parts, which
-    is left out where a part is 0. Without sums of `GradientSplit` there are no metrics.
+    The metrics are the norms of PPO part and distillation part, divided by the denominator of the step, and the cosine
+    between the parts, which is left out where a part is 0. Without sums of `GradientSplit` there are no metrics.
 
     Args:
         sums: on the CPU, over all micro-batches and ranks.
@@ -283,8 +288,8 @@ def next_distill_weight(control: DistillControlConfig, weight: float, *, kl: flo
 
         1 + clip((measured - target) / target, -0.2, 0.2) / horizon
 
-    (arXiv 1909.08593, section 2.2). Where the target is an acceptance a, measured and target are the shares rejected,
-    1 - a, which more distillation lowers as it lowers the KL.
+    (arXiv 1909.08593, section 2.2). Where the target is an acceptance, both numbers are replaced by the rejected share,
+    1 - acceptance, because more distillation lowers that share as it lowers the KL.
 
     Args:
         weight: weight of this step.

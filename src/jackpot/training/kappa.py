@@ -38,10 +38,10 @@ class StepTotals:
     """The totals of an optimizer step, found in the cheapest way that the correction allows.
 
     From the totals OBRS estimates kappa = sum of acceptance / sum of Z. They cost nothing where no rank has more than
-    one micro-batch in the step, or where the old log-probs determine them. Elsewhere `kappa: prepass` takes one more
-    forward pass without gradient. `kappa: auto` begins with the totals of the last step in which the policy moved, none
-    at first, and `KappaRepair` corrects the gradient once the totals of this step are known. Regularizers of the loss
-    do not scale with kappa, so with them `auto` does what `prepass` does.
+    one micro-batch in the step, or where the old log-probs suffice (`holds_target`). Elsewhere `kappa: prepass` takes
+    one more forward pass without gradient. `kappa: auto` begins with the totals of the last step in which the policy
+    moved, none at first, and `KappaRepair` corrects the gradient once the totals of this step are known. Regularizers
+    of the loss do not scale with kappa, so with them `auto` does what `prepass` does.
 
     All ranks decide together which passes run, so that all run equal passes, and so that the way to find kappa does not
     depend on the number of ranks.
@@ -60,9 +60,9 @@ class StepTotals:
         """Return the totals that are known before the first backward pass of a step."""
         kappa = self._objective.correction.kappa
         if kappa == "none":
-            return BeforeBackward({}, False, 0.0)
+            return BeforeBackward(totals={}, are_provisional=False, seconds=0.0)
 
-        are_held = all(holds_target(micro.old, self._objective) for micro in micro_batches)
+        old_suffices = all(holds_target(micro.old, self._objective) for micro in micro_batches)
         counts: Sums = {
             "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # micro-batches with sequences
             "rank": Max.number(len(micro_batches)),  # largest number of micro-batches on a rank
@@ -70,11 +70,11 @@ class StepTotals:
         counts = all_reduce_sums(counts)
 
         # Begin with the totals of an earlier step, for `KappaRepair` to correct afterwards.
-        if not are_held and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
-            return BeforeBackward(self._last, True, 0.0)
+        if not old_suffices and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
+            return BeforeBackward(totals=self._last, are_provisional=True, seconds=0.0)
         # Leave the totals to the forward pass of each rank's only micro-batch.
-        if not are_held and counts["rank"].value == 1:
-            return BeforeBackward(None, False, 0.0)
+        if not old_suffices and counts["rank"].value == 1:
+            return BeforeBackward(totals=None, are_provisional=False, seconds=0.0)
 
         # Find the totals from the old log-probs or, where these do not suffice, by forward passes without gradient.
         started = time.perf_counter()
@@ -85,7 +85,9 @@ class StepTotals:
                 current = old if holds_target(old, self._objective) else OldLogProbs.of(forward(micro.tokens, old))
                 _, measured = measured_inputs(self._objective, micro.tokens, old or current, current)
                 totals = add_sums(totals, measured)
-        return BeforeBackward(all_reduce_sums(totals), False, time.perf_counter() - started)
+        return BeforeBackward(
+            totals=all_reduce_sums(totals), are_provisional=False, seconds=time.perf_counter() - started
+        )
 
     def keep(self, totals: Sums) -> None:
         """Keep the totals of a finished step, in which the policy moved, for the next step."""
@@ -101,29 +103,29 @@ class StepTotals:
         self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}
 
 
-ROUNDING = 4e-6  # relative rounding error of float32 weights that are products of an exp
+ROUNDING = 4e-6  # largest relative rounding error of a weight, which is a product of exponentials in float32
 MARGIN = 3.0  # the factor 3 by which `KappaRepair` enlarges its estimate of the error
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPass:
-    """The policy's part in the backward pass of a micro-batch, from which the gradient can be repaired."""
+    """What `KappaRepair` needs of the backward pass of a micro-batch to repair the policy's gradient."""
 
     batch: TokenBatch  # tokens of the micro-batch, on the CPU
     terms: PolicyTerms  # terms of the policy's loss, detached
-    correction: Correction  # correction that the gradient contains
+    correction: Correction  # its weights are those in the gradient
     # [B, T] norm of the gradient of the hidden state that predicts each token, 0 where masked; None where the
     # correction is final, so that nothing is repaired
     norms: Tensor | None
 
     @property
     def weights(self) -> Tensor:
-        """Return the factor on the surrogate of each token, the acceptance mask included: [B, T]."""
+        """Return the factor of each token's surrogate in the loss, its weight times the acceptance mask: [B, T]."""
         return self.correction.weights * self.correction.accept_mask
 
 
 class HiddenNorms:
-    """A record of the gradient norms of hidden states [N, H], one for each row, which the backward pass fills in."""
+    """A record of the norms of the gradients of N hidden states, [N], which the backward pass fills in."""
 
     def __init__(self, hidden: Tensor) -> None:
         self._rows: Tensor | None = None
@@ -141,8 +143,8 @@ class HiddenNorms:
 class KappaRepair:
     """The repair of a policy gradient that was computed with the totals of an earlier optimizer step.
 
-    With weights w(kappa) that are linear in kappa but for caps, S the surrogate and m the acceptance mask, the policy's
-    gradient is
+    Let kappa be that of this step, kappa_0 that of the earlier step, w(kappa) a token's weight, which is linear in
+    kappa except where a cap holds it, S the surrogate and m the acceptance mask. The policy's gradient is
 
         G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS      s = kappa / kappa_0
         delta    = w(kappa) - s w(kappa_0)                                  0 unless a cap holds w(kappa) or w(kappa_0)
@@ -152,7 +154,8 @@ class KappaRepair:
     an error below `kappa_tolerance`. With a tolerance of 0 the result is G(kappa) up to rounding for every correction;
     it is cheap where weights are piecewise linear.
 
-    With h_i the hidden state that predicts token i, the error of sequences that are not read again is estimated as
+    Let h_i be the hidden state that predicts token i, and dL/dh_i the gradient of the policy's loss at this state. The
+    error of sequences that are not read again is estimated as
 
         3 sqrt(sum over sequences (sum over tokens |delta_i / (s w_i(kappa_0))| |dL/dh_i|)^2) / sqrt(sum |dL/dh_i|^2)
 
@@ -185,7 +188,7 @@ class KappaRepair:
         self._pads = pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
-        """Change the parameters' gradient, of all passes together, to that with the weights which `totals` gives.
+        """Turn the policy's gradient, which is summed over all passes, into that with the weights that `totals` gives.
 
         Args:
             passes: the backward passes of this step.
@@ -196,10 +199,11 @@ class KappaRepair:
         """
         correction = self._objective.correction
         final = [replace(micro, correction=correction.apply(micro.terms.inputs, totals)) for micro in passes]
+        # s, by which the gradient is multiplied, and delta, the weights that the gradient lacks then.
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
-        norms = [old.norms for old in passes if old.norms is not None]  # of every pass: no correction was final
+        norms = [old.norms for old in passes if old.norms is not None]  # every pass has norms: all are provisional
         # |delta / (s w(kappa_0))| |dL/dh| of each token, 0 where delta is 0.
         errors = [
             torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * pass_norms)
@@ -208,8 +212,9 @@ class KappaRepair:
 
         error, flags = _to_repair(errors, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
+        # Copy s, the decision to repair and each sequence's flag to the CPU at once: the only wait for the device.
         decisions = torch.cat([torch.stack([scale, any_rank_repairs]), flags])
-        factor, is_repaired, *chosen = decisions.tolist()  # the only wait for the device
+        factor, is_repaired, *chosen = decisions.tolist()
 
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_mul_(locals_of(gradients), factor)
@@ -222,7 +227,7 @@ class KappaRepair:
         }
 
     def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], flags: Sequence[float]) -> None:
-        """Add the gradient of the flagged sequences, with the weights `deltas`, [B, T] for each pass.
+        """Read the flagged sequences again, and add their gradient with the weights `deltas`, [B, T] for each pass.
 
         All ranks run as many passes as the rank with the most; a rank that has finished reads a prompt without effect.
         """
@@ -247,13 +252,14 @@ class KappaRepair:
 
         for batch in repairs:
             batch_rows = [columns[uid] for uid in batch.uids]
-            padded = (pad_sequence([row[name] for row in batch_rows], batch_first=True) for name in batch_rows[0])
-            self._backward(batch, *padded)
+            padded = {name: pad_sequence([row[name] for row in batch_rows], batch_first=True) for name in batch_rows[0]}
+            self._backward(batch, **padded)
+        nothing = deltas[0][:0]  # [0, T]
         for _ in range(len(repairs), most_repairs):
-            self._backward(empty_like(batches[0]), *[deltas[0][:0]] * 3)
+            self._backward(empty_like(batches[0]), delta=nothing, proximal=nothing, counted=nothing)
 
     def _backward(self, batch: TokenBatch, delta: Tensor, proximal: Tensor, counted: Tensor) -> None:
-        """Add the gradient of a batch's surrogates with the weights `delta`.
+        """Add the gradient of a batch's surrogates, weighted by `delta`, to the parameters' gradient.
 
         Args:
             delta, proximal, counted: [B, T] weights, proximal log-probs, and which tokens the loss counts.
@@ -265,7 +271,7 @@ class KappaRepair:
 
 
 def _delta(final_weights: Tensor, used_weights: Tensor) -> Tensor:
-    """Return final minus used weights, or 0 where the two differ by rounding alone: [B, T]."""
+    """Return the final weights minus the used ones, 0 where they differ by rounding alone; all [B, T]."""
     delta = final_weights - used_weights
     return torch.where(delta.abs() > ROUNDING * final_weights.abs(), delta, 0.0)
 
@@ -279,15 +285,16 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
         tolerance: largest error that all sequences which are not chosen may have together.
 
     Returns:
-        The error if no sequence is read again, a scalar, 0 where no cap touches a token; and for each sequence of this
-        rank whether it is chosen. As few sequences as possible are chosen.
+        The error if no sequence is read again, a scalar, which is 0 if no cap touches any token; and for each sequence
+        of this rank whether it is chosen. As few sequences as possible are chosen.
     """
     squares = torch.cat([errors.double().sum(-1).square() for errors in token_errors])
     ascending = all_gather(squares).sort().values  # squared errors of the sequences of all ranks
     norm = sum((pass_norms.double().square().sum() for pass_norms in norms), start=squares.new_zeros(()))
-    unit = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
+    # What makes the sum of squared errors a squared relative error, enlarged by the margin.
+    factor = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
 
-    # The error that is left if the sequence and all with smaller squares are not read again.
-    errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * unit).sqrt()
+    # For each sequence, the relative error that is left if it and all with smaller squares are not read again.
+    errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * factor).sqrt()
     smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()
-    return errors[-1], ~(squares < smallest_chosen) & (squares != 0)
+    return errors[-1], ~(squares < smallest_chosen) & (squares != 0)  # a NaN is chosen, too

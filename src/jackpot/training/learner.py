@@ -35,12 +35,12 @@ class TrainResult(NamedTuple):
 
 
 class Scorer(Protocol):
-    """The part of a `Learner` that checks of an engine need: scores of the models in training."""
+    """The part of a `Learner` that the checks of engines use: it computes log-probs of the models in training."""
 
     @property
     @abstractmethod
     def version(self) -> Version:
-        """Return the number of optimizer steps that each model has taken."""
+        """Return the version of the weights: the number of optimizer steps that each model has taken."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class Scorer(Protocol):
 
     @abstractmethod
     def keep_weights(self, role: Role) -> None:
-        """Copy a model's weights to the host's memory, for `score`; the copy replaces an earlier copy.
+        """Copy a model's weights to the host's memory, for `score` to use later; the copy replaces an earlier copy.
 
         A model that is not trained needs no copy.
         """
@@ -67,7 +67,7 @@ class Scorer(Protocol):
             from_copy: True to compute with the weights of the last `keep_weights`.
 
         Returns:
-            [T, 1 + K] float32 on the CPU, by rollout uid.
+            By rollout uid, [T, 1 + K] float32 on the CPU: the log-prob of each token, then those of its K `top_ids`.
         """
 
 

@@ -17,7 +17,7 @@ LARGEST_GAPS = {CPU_FP32: 1e-5, "fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
 
 
 def precisions(engine: str, training: str, device: str, sampling: Sampling) -> list[str]:
-    """Return the keys of `LARGEST_GAPS` for an engine and for training, given as "fp32", "bf16" or "quantized".
+    """Return the keys of `LARGEST_GAPS` for the precisions of an engine and of training: "fp32", "bf16" or "quantized".
 
     On a CPU engine and training in fp32 agree to 1e-6. With top-p or top-k they may not: one may keep a token at the
     limit which the other drops, and then the token's whole probability is the gap.
@@ -82,7 +82,7 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
             since.append((iteration, accuracy))
             if len(since) == IN_A_ROW:
                 first_low, fallen_to = since[0]
-                return Fall(first_low, fallen_to, best)
+                return Fall(iteration=first_low, accuracy=fallen_to, best=best)
         else:
             since, best = [], max(best, accuracy)
     return None
@@ -91,7 +91,8 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
 def two_errors(problems: int, accuracy: float) -> float:
     """Return two standard errors of the difference between two evaluations on `problems` problems.
 
-    Two right and two wrong answers are added, so that the error is not 0 where all answers are right, or all wrong.
+    It is computed as if each evaluation had two more right and two more wrong answers, so that it is not 0 where all
+    answers are right, or all wrong.
     """
     share = (accuracy * problems + 2) / (problems + 4)
     return 2.0 * math.sqrt(2.0 * share * (1.0 - share) / (problems + 4))

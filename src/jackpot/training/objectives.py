@@ -14,17 +14,17 @@ from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES,
 def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """Build the policy's objective, eq. 5, from the settings.
 
-    A correction without a `target` setting aligns rollouts to its proximal point; where that is the rollout model,
-    acceptance and Z are measured towards the old policy. A correction without `normalizer` only reports Z, estimated
-    from the top-k lists.
+    The target, with which acceptance and Z compare the rollout model, is the correction's `target` setting. Without
+    that setting it is the proximal point, or the old policy where the proximal point is the rollout model. A correction
+    without `normalizer` only reports Z, estimated from the top-k lists.
     """
     correction = objective.correction
-    own_target = "old" if correction.proximal == "rollout" else correction.proximal
+    default_target = "old" if correction.proximal == "rollout" else correction.proximal
     regresses = objective.surrogate == "oapl"
 
     return PolicyObjective(
         correction=construct_correction(correction),
-        target=correction.target if isinstance(correction, TargetCorrection) else own_target,
+        target=correction.target if isinstance(correction, TargetCorrection) else default_target,
         proximal=correction.proximal,
         normalizer=correction.normalizer if isinstance(correction, ZCorrection) else "topk",
         budget=getattr(correction, "budget", None),

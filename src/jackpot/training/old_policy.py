@@ -39,8 +39,8 @@ class OldPolicySnapshot:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, dict[str, Tensor]] = {}  # columns [T] by `_key` of the rollout
-        self._empty: dict[str, Tensor] = {}  # columns [0, T], for micro-batches without rollouts
+        self._rows: dict[int, dict[str, Tensor]] = {}  # for each rollout, by its key (`_keys`): tensors [T] by name
+        self._empty: dict[str, Tensor] = {}  # by name, a tensor [0, T] of the right dtype, for batches without rollouts
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
         """Store the old log-probs of a micro-batch."""
@@ -60,6 +60,7 @@ class OldPolicySnapshot:
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 
+        # Gather the keys and lengths of all stored rows, and for each column the values of the rows in one tensor.
         rows = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
         lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in rows], dtype=torch.int64))
@@ -71,7 +72,8 @@ class OldPolicySnapshot:
         ranks = dist.get_world_size()
         shares = [gathered.view(ranks, -1).unbind() for gathered in (keys, lengths, *columns.values())]
         for rank_keys, rank_lengths, *values in zip(*shares, strict=True):
-            # A rank's share is padded to the longest share by rows of length 0.
+            # The share of each rank is padded to the longest share: keys and lengths by zeros, and the values by some
+            # that the last of these sizes cuts off.
             sizes = [*rank_lengths.tolist(), len(values[0]) - int(rank_lengths.sum())]
             rank_rows = zip(*(column.split(sizes) for column in values), strict=True)
             for key, row in zip(rank_keys.tolist(), rank_rows, strict=False):
@@ -93,8 +95,8 @@ class OldPolicySnapshot:
 def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     """Return the batches to read so that each rollout of any rank is read at least once.
 
-    Batch i is left out where the rollouts in batch i of every rank are all in earlier batches of some rank. All ranks
-    leave out batches with equal numbers i.
+    All ranks leave out the batches with equal numbers i: those where every rollout that any rank has in its batch i is
+    also in an earlier batch of some rank.
     """
     uids = [(index, uid) for index, batch in enumerate(batches) for uid in batch.uids]
     indices = all_gather(torch.tensor([index for index, _ in uids], dtype=torch.int64)).tolist()
@@ -135,6 +137,7 @@ def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]
         For each rollout uid, the rollout's row of each column without padding, [T_i, ...], by the column's name.
     """
     rows: dict[str, dict[str, Tensor]] = {}
+    # Copy the columns of all micro-batches as one list, and take the copies from it in the same order.
     columns = iter(tensors_to_host([column for _, named in micro_batches for column in named.values()]))
     for batch, named in micro_batches:
         rows |= by_rollout(batch, {name: next(columns) for name in named})
@@ -175,14 +178,17 @@ class KeptWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the numbers of the parameters and of the copy."""
+        """Exchange the values of the parameters with those of the copy."""
         for copy, piece in zip(self._copies, self._pieces(), strict=True):
             current = piece.to("cpu", copy=True)
             piece.copy_(copy)
             copy.copy_(current)
 
     def _pieces(self) -> list[Tensor]:
-        """Return the parameters as flat pieces of 2**n numbers, because torch rounds pinned memory up to such sizes."""
+        """Return the parameters, cut into flat pieces of 1, 2, 4, 8, ... numbers.
+
+        Torch rounds pinned memory up to such sizes, so that no memory is wasted on copies of the pieces.
+        """
         pieces: list[Tensor] = []
         for parameter in self._parameters:
             flat = local(parameter.detach()).view(-1)

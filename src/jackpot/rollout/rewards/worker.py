@@ -21,13 +21,13 @@ from jackpot.core.errors import ConfigError
 from jackpot.core.imports import import_object
 from jackpot.core.limited import address_space, lower_limit
 
-WORN = 0.25  # share of the memory limit; a process that has grown by more than this share is replaced
-GRACE = 5.0  # seconds after a job's limit in which the pool may end the process before the kernel's alarm does
+WORN = 0.25  # share of the memory limit by which a process may grow; one that has grown by more is replaced
+GRACE = 5.0  # seconds from a job's time limit, at which the pool ends the process, to the kernel's alarm
 MAX_TEXT = 500  # largest number of characters of an error's text
 MAX_REWARD = 1e30  # largest |reward|: finite in float32; its square, and sums, are finite in float64
 # Names of the arguments of a function that takes one response, with those of a function that takes batches.
 PLURALS = {"problem": "problems", "response": "responses", "answer": "answers", "finished": "finished"}
-# Limits of a worker: open files, and threads beside those that exist at its start (which root may exceed).
+# Limits of a worker: open files, and threads in addition to those that exist at its start (root may start more).
 MOST_FILES, MOST_PROCESSES = 4096, 10_000
 LARGEST_FILE = 2**33  # largest size of a file that a worker writes, bytes
 _LOAD = Path("/proc/loadavg")  # has the number of the machine's threads
@@ -38,14 +38,14 @@ Send = Callable[[Mapping[str, Any]], None]  # sends one message to the pool
 def main() -> None:
     """Call the function for the items of job after job, until the socket that the jobs come from is closed.
 
-    The socket is the standard input of the process. Each line on it is JSON: first the name and limits of the function,
-    then jobs; results are sent back on it. The function itself reads nothing from standard input, and its prints go to
-    standard error. The worker itself imports no torch; a reward function's module may.
+    The socket is the standard input of the process. Each line on it is JSON: first the function's name and the limits
+    of time and memory, then jobs; results are sent back on it. The function itself reads nothing from standard input,
+    and its prints go to standard error. The worker itself imports no torch; a reward function's module may.
 
-    The memory limit counts from the size of the process when it was ready. An allocation beyond the limit fails
-    (RLIMIT_AS), and only that job fails. A process that has grown by more than a share of the limit asks, after its
-    results, to be replaced, so that no later job suffers. Without /proc there is no limit, as on macOS, whose kernel
-    would not enforce it.
+    The memory limit is how much the process may grow once the function is imported. An allocation beyond the limit
+    fails (RLIMIT_AS), and only that job fails. A process that has grown by more than the share `WORN` of the limit
+    asks, after its results, to be replaced, so that no later job suffers. Without /proc there is no limit, as on macOS,
+    whose kernel would not enforce it.
     """
     _set_limits()
 
@@ -92,9 +92,9 @@ def main() -> None:
 def _set_limits() -> None:
     """Set fixed limits of open files, the size of a file and the number of processes, and leave Ctrl-C to the parent.
 
-    The process does not outlive its parent: an idle worker sees the end of the jobs, and a busy or importing worker is
-    ended by a kernel alarm, which needs no cooperation, a little after its time is up. Children of a reward function
-    are ended by the parent only.
+    The alarm signal ends the process, as `main` needs it to. So the process does not outlive its parent: an idle worker
+    sees the socket close, and a busy or importing worker is ended by the kernel's alarm, `GRACE` seconds after its time
+    limit. Processes that a reward function starts are ended by the parent only.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -133,10 +133,10 @@ class _Caller:
         self._timeout, self._send = timeout, send
         self._takes_batches = takes_batches(function)
         self._is_shown = False  # True once the traceback of a failure was printed
-        self.is_worn = False  # True after a failed allocation
+        self.is_worn = False  # True once an allocation failed or the process grew too large: it is to be replaced
 
     async def do(self, items: Sequence[Mapping[str, Any]], job: str) -> None:
-        """Call the function for all items of a job; an error of a call fails its own item or the items of its batch."""
+        """Call the function for all items of a job; a failed call is an error of its item or its whole batch."""
         self._job = job
         if self._takes_batches:
             await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))
@@ -168,7 +168,7 @@ class _Caller:
             self._send({"item": index, "result": result, "job": self._job})
 
     def _failure(self, error: Exception) -> dict[str, Any]:
-        """Return the result of a call that failed; the traceback of a process's first failure is printed."""
+        """Return the result of a call that failed; print the traceback of the first failure in this process."""
         self.is_worn = self.is_worn or isinstance(error, MemoryError)
         if not self._is_shown:
             self._is_shown = True

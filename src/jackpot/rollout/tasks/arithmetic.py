@@ -20,7 +20,7 @@ from jackpot.rollout.tasks.templates import Template
 
 
 class Arithmetic(Task):
-    """A task of endless sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
+    """A task without end, whose problems are sums of `min_terms` to `max_terms` numbers, each from 1 to `max_operand`.
 
     A problem is a pure function of its split and index. It belongs to the split that the hash of its sorted operands
     selects, so no test problem is a training problem, not even with permuted operands. The number of different sums is
@@ -82,7 +82,7 @@ _ADDITION = re.compile(r"(?:.*[=#])?([0-9]{1,9})\+([0-9]{1,9})=", re.DOTALL)  # 
 
 
 class ToolArithmetic(Arithmetic):
-    """The task `Arithmetic` with a calculator: a token that ends with `=` ends the turn, and the sum is the reply."""
+    """The task `Arithmetic` with a calculator: a token that ends with `=` ends a turn and is answered by the sum."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
         super().__init__(tokenizer, settings)

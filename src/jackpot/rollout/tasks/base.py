@@ -50,7 +50,8 @@ class Task(ABC):
 
     def prompt_sources(self, split: Split, seed: int) -> Sequence[PromptSource]:
         """Return the sources whose prompts a stream mixes; unless overridden, the whole split is the only source."""
-        return [PromptSource(1.0, self.size(split), partial(self.prompt, split), self.first_index(split, seed))]
+        prompt, first = partial(self.prompt, split), self.first_index(split, seed)
+        return [PromptSource(weight=1.0, size=self.size(split), prompt=prompt, first=first)]
 
     @abstractmethod
     def prompt(self, split: Split, index: int) -> Prompt:
@@ -84,7 +85,7 @@ class Task(ABC):
         return None
 
     def reply(self, response: DecodedResponse) -> str | None:
-        """Return the environment's reply, as `step` does. Override `reply` instead where it needs each turn's text."""
+        """Return the environment's reply, as `step` does. Override this in place of `step` to read each turn alone."""
         return self.step(response.prompt, response.text)
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -113,7 +114,7 @@ def decoded_response(
     finished: bool,
     turn_end_token_ids: Sequence[int] = (),
 ) -> DecodedResponse:
-    """Decode a response to text as a whole, and each turn of the model in it.
+    """Decode a whole response to text, and also each turn of the model in the response by itself.
 
     Args:
         token_ids: [T] int64.
@@ -126,7 +127,7 @@ def decoded_response(
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
     turns = [decode(tokenizer, turn) for turn in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
     last_turn_ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
-    return DecodedResponse(prompt, text, finished, tuple(turns), last_turn_ended)
+    return DecodedResponse(prompt, text, finished, turns=tuple(turns), last_turn_ended=last_turn_ended)
 
 
 class PromptStream:
@@ -134,7 +135,7 @@ class PromptStream:
 
     Where a split has several sources, the source of the next prompt is hashed from the seed and the position in the
     stream, with chances in proportion to the weights of the sources. A finite source is walked in a new order in each
-    epoch, an endless source by increasing index. The state is the number of prompts drawn.
+    epoch, an endless source by increasing index. The number of prompts drawn so far determines all that follow.
 
     Raises:
         DataError: a source has no problems.
@@ -147,12 +148,14 @@ class PromptStream:
             raise DataError(f"the {split} split of the task has no problems; nothing can be trained or measured on it")
 
         count = len(self._sources)
-        # Seeds of the orders in which the problems of each source come.
+        # For each source, the seed of the orders in which its problems come.
         self._seeds = [seed] if count == 1 else [fold_in(seed, "source", index) for index in range(count)]
-        self._ends = list(accumulate(source.weight for source in self._sources))  # sum of weights up to each
-        self._key = fold_in(seed, "mix")  # key of the draws of sources
+        # For each source, the sum of the weights of the sources up to it, its own included.
+        self._ends = list(accumulate(source.weight for source in self._sources))
+        self._key = fold_in(seed, "mix")  # key from which the source of each prompt is drawn
         self._drawn = [0] * count  # number of prompts drawn from each source so far
-        self._orders = [(-1, [0])] * count  # epoch of each source, and the order of the source's problems in it
+        # For each source, an epoch and the order of the source's problems in that epoch; epoch -1 before the first.
+        self._orders = [(-1, [0])] * count
 
     def next(self, n: int) -> list[Prompt]:
         """Return the next `n` prompts; the uid of a prompt from a finite source ends with the epoch, as in `@0`."""
@@ -179,23 +182,25 @@ class PromptStream:
 
     def _draw(self) -> tuple[int, int]:
         """Draw the source of the next prompt; return the source's index, and how many prompts it gave before."""
-        # A hashed point on the line of all weights, one source after the other, selects the source at this point.
+        # The weights of the sources lie side by side on a line, and a hash chooses a point on the line: the source
+        # whose weight covers this point is drawn.
         point = fold_in(self._key, sum(self._drawn)) / 2**64 * self._ends[-1]
         source_index = min(bisect_right(self._ends, point), len(self._ends) - 1)
         self._drawn[source_index] += 1
         return source_index, self._drawn[source_index] - 1
 
     def _prompt(self, source_index: int, index: int) -> Prompt:
-        """Return prompt `index` of a source in the order of the stream."""
+        """Return the prompt that the stream draws from a source after `index` earlier ones of the same source."""
         source = self._sources[source_index]
         if source.size is None:
             return source.prompt(source.first + index)
 
         epoch, offset = divmod(index, source.size)
-        if epoch != self._orders[source_index][0]:
+        ordered_epoch, order = self._orders[source_index]
+        if epoch != ordered_epoch:
             order = list(range(source.size))
             random.Random(f"{self._seeds[source_index]}/{epoch}").shuffle(order)
             self._orders[source_index] = (epoch, order)
 
-        prompt = source.prompt(self._orders[source_index][1][offset])
+        prompt = source.prompt(order[offset])
         return replace(prompt, uid=f"{prompt.uid}@{epoch}")

@@ -1,8 +1,8 @@
 r"""A list of public data sets for training and evaluation, by name.
 
 Names, columns and sizes are those that public code and model cards of 2026 give for the Hugging Face hub; no test
-fetches anything, so facts that are uncertain are marked in the entry's note. A local copy has the hub's columns, or the
-columns `problem` and `answer`.
+fetches anything, so a benchmark's `note` says which facts are uncertain. A local copy of a benchmark has the columns
+that the hub has, or the columns `problem` and `answer`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ AnswerFormat = Literal["plain", "hashes", "boxed"]  # see `DataConfig.answers`
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchmarkSplit:
-    """The address of one split of a benchmark."""
+    """The place of one split of a benchmark, on the hub and as a local file, and its number of problems."""
 
     split: str  # name of the split on the hub
     file: str  # name of a local copy in the folder JACKPOT_DATA
@@ -29,9 +29,11 @@ class Benchmark:
     subset: str | None = None  # name of the subset on the hub
     train: BenchmarkSplit | None = None
     test: BenchmarkSplit | None = None
-    problem: tuple[str, ...] = ("problem",)  # names of columns, of which the first that the data has is read
-    answer: Mapping[str, AnswerFormat]  # format of the answer by column; the first column that the data has is read
-    uid: tuple[str, ...] = ()  # names of columns, of which the first that the data has is read, else the row's number
+    # Names that the column of the problem may have; the first of them that the data has is read.
+    problem: tuple[str, ...] = ("problem",)
+    # For each name that the column of the answer may have, the format of answers; the first that the data has is read.
+    answer: Mapping[str, AnswerFormat]
+    uid: tuple[str, ...] = ()  # names that the column of the id may have; without one the row's number is the id
     note: str  # origin, licence, caveats
 
 

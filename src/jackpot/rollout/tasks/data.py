@@ -25,8 +25,8 @@ from jackpot.rollout.tasks.rows import SUFFIXES, DataRow, Record, find_files, ki
 
 DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
 HUB = "hub:"  # prefix of a source on the hub
-COLUMN_SAMPLE = 100  # number of first rows in which a column is looked for, since one row of JSON may lack it
-LONGEST_PROBLEM = 1_000_000  # characters, also where tokens have no limit: a tokenizer takes a second for so many
+COLUMN_SAMPLE = 100  # number of rows, from the first, in which a column is looked for: a row of JSON may lack it
+LONGEST_PROBLEM = 1_000_000  # most characters, even without a limit of tokens: a tokenizer takes a second for them
 _BATCH = 256  # number of rows that are filtered together
 # Names of the counts of rows: all rows that were read; rows left out, by reason; and rows that are kept although the
 # verifier cannot read the answer, or although the tokenizer has no tokens for a part of the prompt.
@@ -105,6 +105,7 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     sources = [find_source(source, split) for source in settings]
     names = [source.name for source in sources]
     for index, source in enumerate(sources):
+        # Append the first number, from the source's place in `settings` on, that gives a name which is not yet used.
         if names.count(source.name) > 1:
             used_names = {*names, *(renamed.name for renamed in sources)}
             numbered = (f"{source.name}-{suffix}" for suffix in count(index + 1))
@@ -118,7 +119,8 @@ _OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="def
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     """Find the source of a benchmark; a benchmark's only split serves both for training and for testing."""
     benchmark = BENCHMARKS[name]
-    splits = {entry.split: entry for entry in (benchmark.train, benchmark.test) if entry}
+    # Take the split that the settings name, or else the benchmark's split for this purpose, or else its only split.
+    splits = {known.split: known for known in (benchmark.train, benchmark.test) if known}
     split_name = settings.split or (getattr(benchmark, split) or next(iter(splits.values()))).split
     if split_name not in splits:
         raise DataError(f"{name}: {unknown_name('split', split_name, splits)}")
@@ -133,14 +135,14 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
 
 
 def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequence[Path]) -> DataSource:
-    """Return a source that reads rows from local files; `settings` must name no subset, which files do not have."""
+    """Return a source that reads rows from local files; refuse `settings` with a subset, which no file has."""
     if settings.subset is not None:
         raise DataError(f"subset is {settings.subset!r}, but {files[0]} is local and has none; leave subset out")
     return DataSource(name, lambda: read_files(files), benchmark, settings, is_local=True)
 
 
 def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
-    """Return a source that reads a data set of the hub; `instead` is the advice of `read_hub` to do without it."""
+    """Return a source that reads a data set of the hub; `instead` says in errors what to do without the hub."""
     subset = settings.subset or benchmark.subset
     records = partial(read_hub, path, subset, split, instead)
     return DataSource(path, records, benchmark, settings, is_local=False)
@@ -174,7 +176,7 @@ class Problems:
 
     Raises:
         DataError: as `DataSource.rows`; no problem is left; two rows have equal ids (names both rows); or the tokenizer
-            does not know the text of the prompts.
+            has no tokens for parts of half of the prompts.
     """
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
@@ -200,14 +202,16 @@ class Problems:
 def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:
     """Yield the rows that can be used as problems, and count all rows in `counts`.
 
+    `measure` and `limit` are as in `Problems`.
+
     Raises:
-        DataError: no row can be used, or the tokenizer does not know the text of the prompts.
+        DataError: no row can be used, or the tokenizer has no tokens for parts of half of the prompts.
     """
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):
         answered = [row for row in batch if row.answers]
-        readable = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
-        verifiable = [row for row in readable if row.answers]
+        with_short_answers = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
+        verifiable = [row for row in with_short_answers if row.answers]
         short = [row for row in verifiable if len(str(row.problem)) <= LONGEST_PROBLEM]
         with_sizes = zip(short, measure(short), strict=True)
         usable = [(row, size) for row, size in with_sizes if limit is None or size.tokens <= limit]
@@ -221,6 +225,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
             unknown_tokens=sum(size.has_unknown for _, size in usable),
         )
 
+        # Refuse a tokenizer that lacks tokens for half of the prompts read so far.
         if 2 * counts["unknown_tokens"] >= max(counts.kept, 1):
             row = next(row for row, size in usable if size.has_unknown)
             raise DataError(
@@ -240,7 +245,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
 
 
 def longest(limit: int | None) -> str:
-    """Say how long a prompt may be: its most tokens, or its most characters where tokens have no `limit`."""
+    """Return the largest length of a prompt as words for a message: in tokens or, without a `limit`, in characters."""
     return f"{LONGEST_PROBLEM:,} characters" if limit is None else f"{limit} tokens"
 
 

@@ -81,21 +81,23 @@ class EnvironmentTask(Task):
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Score a response of a single turn by the rewards of its episode."""
-        return self.scores([DecodedResponse(prompt, response, finished, (response,), finished)])[0]
+        decoded = DecodedResponse(prompt, response, finished, turns=(response,), last_turn_ended=finished)
+        return self.scores([decoded])[0]
 
     def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
         """Play the episode of the prompt `uid` from its beginning, and close the environment."""
         seed = fold_in(uid) % MAX_SEED
-        count = 0  # number of actions before the one that is being taken, for the error
+        count = 0  # number of actions before the one that is being taken, for the error below
 
         try:
             environment: EpisodeEnvironment = self._make(**self._settings.kwargs)
             try:
                 observation, _ = environment.reset(seed=seed)
-                played = _Played(observation, 0.0, False)
+                played = _Played(observation, reward=0.0, has_ended=False)
                 for count, action in enumerate(actions):  # noqa: B007
                     observation, reward, terminated, truncated, _ = environment.step(action)
-                    played = _Played(observation, played.reward + float(reward), bool(terminated or truncated))
+                    total = played.reward + float(reward)
+                    played = _Played(observation, reward=total, has_ended=bool(terminated or truncated))
             finally:
                 getattr(environment, "close", lambda: None)()
         except Exception as error:  # the user's own code may raise anything

@@ -13,7 +13,10 @@ import reasoning_gym
 
 
 def score_answer(*, name: str, arguments: Mapping[str, Any], entry: int, answer: str) -> float:
-    """Return the library's score, 0 to 1, of an answer to problem `entry` of the data set `name` with `arguments`."""
+    """Return the score, 0 to 1, that the library gives an answer to a problem.
+
+    The problem is number `entry` of the data set that the library makes from its `name` and these `arguments`.
+    """
     data = _data_set(name, json.dumps(arguments, sort_keys=True))
     return float(data.score_answer(answer, data[entry]))
 

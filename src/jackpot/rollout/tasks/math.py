@@ -94,7 +94,7 @@ class Math(Task):
         sizes = [problems.size for problems in self._problems_of(split)]
         weights = [source.settings.weight for source in self._sources[split]]
         return [
-            PromptSource(weight, size, partial(self._prompt, split, source_index), first=0)
+            PromptSource(weight=weight, size=size, prompt=partial(self._prompt, split, source_index), first=0)
             for source_index, (weight, size) in enumerate(zip(weights, sizes, strict=True))
         ]
 
@@ -113,7 +113,10 @@ class Math(Task):
         return self.reward_fn.scores(responses, self._settings.decides)
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
-        """Begin to score, and return a function that waits; calls not begun within `reward_batch_timeout` fail."""
+        """Begin to score responses, and return a function that waits for the scores.
+
+        A call of a reward function that has not begun within `reward_batch_timeout` fails.
+        """
         return self.reward_fn.submit(responses, self._settings.decides, self._settings.reward_batch_timeout)
 
     def take_events(self) -> list[dict[str, Any]]:
@@ -171,9 +174,10 @@ def make_benchmark(
     Raises:
         DataError: there is no such source, or as `Math`.
     """
-    copied = settings.model_dump(include=set(QuestionConfig.model_fields))
-    copied["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
-    return Math(tokenizer, MathConfig(train=data, test=data, **copied), reward_fn, splits=("test",))
+    fields = settings.model_dump(include=set(QuestionConfig.model_fields))
+    # The built-in verdict `correct` is the verifier's.
+    fields["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
+    return Math(tokenizer, MathConfig(train=data, test=data, **fields), reward_fn, splits=("test",))
 
 
 def _warn(name: str, split: Split, counts: RowCounts, limit: int | None) -> None:

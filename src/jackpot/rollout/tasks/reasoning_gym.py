@@ -58,21 +58,21 @@ class ReasoningGym(Task):
         """Return each data set as an endless source of problems, with the weight that the settings give it."""
         first = self.first_index(split, seed)
         return [
-            PromptSource(data.weight, None, partial(self._prompt, split, source), first)
-            for source, data in enumerate(self._settings.dataset)
+            PromptSource(weight=data.weight, size=None, prompt=partial(self._prompt, split, source_index), first=first)
+            for source_index, data in enumerate(self._settings.dataset)
         ]
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Return problem `index` of a split, in which problems come from each data set in turn."""
-        index_of_source, source = divmod(index, len(self._data))
-        return self._prompt(split, source, index_of_source)
+        """Return problem `index` of a split, whose problems come from the data sets in turn, one from each."""
+        index_in_source, source_index = divmod(index, len(self._data))
+        return self._prompt(split, source_index, index_in_source)
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Score one response with the library."""
         return self.scores([DecodedResponse(prompt, response, finished)])[0]
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
-        """Score responses; the answer is the last match of `answer_regex`, or the whole response without a match."""
+        """Score responses by their answers: the last match of `answer_regex`, or a whole response without a match."""
         return self.start_scoring(responses)()
 
     def start_scoring(self, responses: Sequence[DecodedResponse]) -> Callable[[], list[Score]]:
@@ -84,26 +84,27 @@ class ReasoningGym(Task):
         """End the worker processes."""
         self._pool.close()
 
-    def _prompt(self, split: Split, source: int, index: int) -> Prompt:
+    def _prompt(self, split: Split, source_index: int, index: int) -> Prompt:
         """Return problem `index` of a split of one data set.
 
         Problems are tried in hashed order until the question of one belongs to the split.
         """
         for attempt in count():
-            entry = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS
-            problem = self._data[source][entry]
+            entry = fold_in("reasoning_gym", split, index, attempt) % PROBLEMS  # number of a problem in the data set
+            problem = self._data[source_index][entry]
             if _split_of(problem) == split:
                 break
 
         # Two indices may hash to one problem, and a batch may hold both, so the uid has the index too.
-        uid = f"{self._settings.dataset[source].name}/{source}/{entry}@{index}"
+        uid = f"{self._settings.dataset[source_index].name}/{source_index}/{entry}@{index}"
         return self._template.prompt(uid, problem["question"], [str(problem["answer"])])
 
     def _item(self, response: DecodedResponse) -> dict[str, Any]:
         """Return the keyword arguments with which a worker calls `gym_scorer.score_answer` for a response."""
-        _, source, entry = response.prompt.uid.partition("@")[0].rsplit("/", 2)
-        data = self._settings.dataset[int(source)]
-        # The last match, or None where nothing matches; of a match the last group, or all where it has none.
+        _, source_index, entry = response.prompt.uid.partition("@")[0].rsplit("/", 2)  # as `_prompt` makes the uid
+        data = self._settings.dataset[int(source_index)]
+        # Find the last match, or None where nothing matches. The answer is the last group of the match, or the whole
+        # match without groups, or the whole response without a match.
         *_, match = (None, *self._settings.answer_regex.finditer(response.text))
         answer = response.text if match is None else match[match.lastindex or 0]
         return {
@@ -141,7 +142,7 @@ def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the settings of a data set, so that this process and the workers make the same problems."""
+    """Add seed and size to the settings of a data set, unless they have them: every process makes the same problems."""
     return {"seed": 0, "size": PROBLEMS, **kwargs}
 
 

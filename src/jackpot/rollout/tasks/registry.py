@@ -68,7 +68,7 @@ def make_sets(
     settings: SetsConfig,
     reward_fn: RewardFn | None = None,
 ) -> dict[str, Task]:
-    """Make a task for each benchmark, keyed by `set_name`; the evaluation set is the task's test split.
+    """Make a task for each benchmark, keyed by `set_name`; the task's test split is the set to evaluate on.
 
     Args:
         benchmarks: names of `SETS`, and files, folders or data of the hub with problems.
@@ -81,7 +81,7 @@ def make_sets(
     check_sets(benchmarks)
     tasks: dict[str, Task] = {}
     for benchmark in benchmarks:
-        if benchmark in SETS and benchmark not in BENCHMARKS:
+        if benchmark in SETS and benchmark not in BENCHMARKS:  # arithmetic, which is generated
             task = make_task(getattr(settings, benchmark), tokenizer)
         else:
             columns = {} if benchmark in BENCHMARKS else {"columns": settings.columns, "answers": settings.answers}

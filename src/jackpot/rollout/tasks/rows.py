@@ -64,7 +64,7 @@ class _OpenFile:
         return str(self._bounded(self.content.read, LARGEST_JSON), "utf-8-sig")
 
     def _bounded(self, read_bytes: Callable[[int], bytes], largest: int) -> bytes:
-        """Read at most `largest` bytes; raise ValueError where there are more."""
+        """Return what `read_bytes` reads, a line or the whole file; raise ValueError beyond `largest` bytes."""
         text = read_bytes(largest + 1)
         self.expansion.add(len(text))
         if len(text) > largest:
@@ -105,7 +105,7 @@ def _parquet(file: _OpenFile) -> Iterator[Any]:
 class _Kind(NamedTuple):
     """A kind of file with rows, such as CSV."""
 
-    rows: Callable[[_OpenFile], Iterator[Any]]
+    rows: Callable[[_OpenFile], Iterator[Any]]  # yields the rows of such a file, and counts in it what has been read
     unit: str  # word for a row in messages, such as `line 17` or `row 17`: line or row
     form: str  # description of what such a file holds, for messages
 
@@ -153,6 +153,7 @@ def read_files(files: Iterable[Path]) -> Iterator[Record]:
                         raise ValueError(f"{row!r:.80} is no row")
                     yield Record(f"{path} {kind.unit} {file.count + 1}", row)
         except Exception as error:  # json, csv, gzip, zlib, pyarrow and the disk have no common error class
+            # Name the line or row after those that were read, but no row of a file that failed before its first row.
             count = file.count if file else 0
             where = f"{path} {kind.unit} {count + 1}" if count or (file and kind.unit == "line") else path
             raise DataError(
@@ -166,8 +167,8 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
     A file belongs to the split that is a word of its name (`train.jsonl`, `gsm8k_train.jsonl`, `train2.jsonl`,
     `train-00000-of-00002.parquet`), or else a word of the name of the nearest folder above that names a split. Case
-    does not matter. Without `split`, the files of `usual_split` are returned where any file names a split (a warning
-    lists the files that name none), and all files where no file names a split.
+    does not matter. Without `split`, all files are returned if none of them names a split; otherwise the files of
+    `usual_split` are, and a warning lists the files that name no split.
 
     Raises:
         DataError: nothing at `path`, an unknown kind of file, or no file of the split (lists the files there are).
@@ -205,9 +206,12 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether the innermost file or folder name of a path that names any split names the split `split`."""
-    # A letter at either end of the split's name must not touch another letter, nor a digit a digit, in the path: train2
-    # belongs to the split train, and trainer does not.
+    """Return whether a file belongs to a split: of the names in its path, the last that names any split names this one.
+
+    The names are those of the file and of the folders above it.
+    """
+    # The split's name must stand as a word: no letter before or after a letter at its ends, and no digit before or
+    # after a digit. So train2 belongs to the split train, and trainer does not.
     before, after = ("a-zA-Z" if end.isalpha() else "0-9" for end in (split[0], split[-1]))
     pattern = re.compile(rf"(?<![{before}]){re.escape(split)}(?![{after}])", re.IGNORECASE)
     innermost = next((name for name in reversed(path.parts) if pattern.search(name) or _SPLIT.search(name)), "")
@@ -281,7 +285,7 @@ def make_reader(
     The function takes the index of the row and the record. It raises DataError for a row that has no problem, or for a
     value that is no text. Columns may have the forms that published data has:
 
-    | of a row | forms |
+    | part of a row | forms that it may have |
     |---|---|
     | a column's name | the name itself, or a path into nested values: `reward_model.ground_truth`, `prompt.0.content` |
     | problem | text, chat messages, or several columns: `{Body} {Question}` |
@@ -330,13 +334,15 @@ def make_reader(
                 uid = _needed("uid", uid_column, text) if columns.uid else text or f"row-{index}"
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
-        return DataRow(uid, problem, tuple(dict.fromkeys(filter(None, answers))), record.where)
+        right_answers = tuple(dict.fromkeys(filter(None, answers)))  # each once
+        return DataRow(uid=uid, problem=problem, answers=right_answers, where=record.where)
 
     return read_row
 
 
 def _lookup(values: Any, path: str, default: Any = None) -> Any:
     """Return the value at a column's name or dotted path, or `default` where the row has no such value."""
+    # A path is split at its dots unless a column has the whole path, dots included, as its name.
     is_name = isinstance(values, Mapping) and path in values
     for name in [path] if is_name else path.split("."):
         try:
@@ -430,13 +436,14 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
             pass
 
     options = [text for value in contents if (text := _text(value, ", ".join(columns))) is not None]
+    # The label of each option, as an answer may give it.
     names = list(ascii_uppercase[: len(options)]) if labels is None else list(map(str, labels))
     if not 2 <= len(contents) <= len(ascii_uppercase) or not len(options) == len(names) == len(contents):
         raise DataError(
             f"columns.options ({', '.join(columns)}) gives {contents!r:.80}; multiple choice needs 2 to 26 options, "
             f"each with a text"
         )
-    plain = _unlabelled(options)
+    plain = _unlabelled(options)  # the options without letters of their own; the prompt calls them A, B, C, ...
 
     def choose(answer: str, is_integer: bool) -> str:
         """Return the reference, such as `(A) 142`, for the option that an answer names."""
@@ -481,7 +488,7 @@ def _text(value: Any, column: str) -> str | None:
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
     is_finite = isinstance(value, int) or (is_number and math.isfinite(value))  # a large int is no float
     if is_number and is_finite and abs(value) < _LARGEST_NUMBER:
-        digits = f"{Decimal(str(value)) or 0:f}"
+        digits = f"{Decimal(str(value)) or 0:f}"  # `or 0` drops the sign of -0.0; `:f` writes no exponent
         return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
     if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):  # half of a surrogate pair
@@ -492,7 +499,10 @@ def _text(value: Any, column: str) -> str | None:
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the first group of a pattern's last match, or all of it if there are no groups; None if that is empty."""
+    """Return the first group of the last match of a pattern or, if the pattern has no groups, the whole match.
+
+    Return None where nothing matches, or where the result is empty.
+    """
     *_, last = [None, *pattern.finditer(text)]
     return last and ((last[min(1, pattern.groups)] or "").strip() or None)
 
@@ -505,6 +515,7 @@ def _last_boxed(text: str) -> str | None:
     last: tuple[int, str] | None = None  # position and content of the last box
     opened: list[int | None] = []  # for every open brace: where the content of its box begins, None without a box
 
+    # The last box is the one that begins last, so `max` compares positions: an outer box closes after an inner one.
     for match in re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)|(?<!\\)[{}]", text):
         if match[1] == "{":
             opened.append(match.end())
@@ -518,7 +529,8 @@ def _last_boxed(text: str) -> str | None:
     return (last[1].strip() or None) if last else None
 
 
-# By the value of the setting `answers`, the function that finds an answer in the text of its column, or returns None.
+# For each value of the setting `answers`, the function that takes the text of the answer's column and returns the
+# answer, or None where it finds none.
 ANSWERS: Mapping[str, Callable[[str], str | None]] = {
     "plain": lambda text: text,
     "hashes": hashed_answer,

@@ -20,8 +20,8 @@ _MARKER = "What the model said."  # an answer that can be found again in the tex
 class Template:
     """A template with its tokenizer, which formats and tokenizes prompts.
 
-    Where a problem is a list of chat messages, these stay: the instruction is appended to the last message, and the
-    system prompt of the settings, if there is one, replaces system messages.
+    Where a problem is a list of chat messages, the prompt has these messages: the instruction is appended to the last
+    one, and the system prompt of the settings, if there is one, replaces system messages.
 
     Args:
         name: key of `TEMPLATES`.
@@ -36,10 +36,11 @@ class Template:
         self._tokenizer = tokenizer
         self._format = TEMPLATES[name]
         self._instruction, self._system_prompt = instruction, system_prompt
+        # The token that begins a sequence, if the tokenizer adds one; a chat template writes it into the text itself.
         has_bos = name != "chat" and tokenizer.bos_token_id in tokenizer.encode("")
         self._bos: list[Any] = [tokenizer.bos_token_id] if has_bos else []
 
-        if self._format is chat and not _ends(str(tokenizer.chat_template), lambda: self.text("1+1")):
+        if self._format is chat and not _rendering_ends(str(tokenizer.chat_template), lambda: self.text("1+1")):
             raise DataError(
                 f"the tokenizer's chat template takes more than {CPU_SECONDS} s or {MEMORY:,} bytes for a question of "
                 f"three characters; look at it, take another tokenizer, or use `template: base`"
@@ -57,7 +58,7 @@ class Template:
         return self._format(self._tokenizer, messages)
 
     def prompt(self, uid: str, problem: Problem, answers: Sequence[str]) -> Prompt:
-        """Return the `Prompt` of a problem; the first of the right `answers` is its reference, the others count too."""
+        """Return the `Prompt` of a problem; the first right answer is its reference, and all `answers` are right."""
         text = self.text(problem)
         token_ids = tuple(self.token_ids(text))
         return Prompt(uid=uid, text=text, answer=answers[0], other_answers=tuple(answers[1:]), token_ids=token_ids)
@@ -70,7 +71,8 @@ class Template:
         """
         if self._format is not chat:
             return f"\n\n{self._format(self._tokenizer, [Message('user', text)])}"
-        # The model itself has generated the token that ends its turn, so the reply begins after it.
+        # The chat template writes the token that ends the model's turn, but the model has generated this token itself:
+        # the reply begins after it.
         following = self._after_turn(text)
         return following.lstrip().removeprefix(self._turn_end) if self._turn_end else following
 
@@ -118,10 +120,13 @@ class Template:
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = tokenize(texts, **options)["input_ids"] if texts else []
         unknown = self._tokenizer.unk_token_id
-        return [PromptSize(len(self._bos) + len(ids), unknown is not None and unknown in ids) for ids in encoded]
+        return [
+            PromptSize(tokens=len(self._bos) + len(ids), has_unknown=unknown is not None and unknown in ids)
+            for ids in encoded
+        ]
 
 
-def _ends(template: str, ask: Callable[[], object]) -> bool:
+def _rendering_ends(template: str, ask: Callable[[], object]) -> bool:
     """Tell whether a chat template can be rendered within the limits of time and memory of `ends_in_limits`.
 
     A child process tries each template once; the result is kept for later calls.

@@ -24,12 +24,12 @@ _STYLE = NormalizationConfig(
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?|\\[a-z]+|[a-z]|\)) ?\^\\circ(?![A-Za-z])")
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _CLOSE = Rational(1, 10**30)  # largest relative difference of numbers that count as equal
-# Numerators of the values that symbols have at each of the three points where expressions are compared.
+# Numerators of the numbers that replace the symbols of expressions, at each of three points of comparison.
 _PRIMES = ((2, 3, 5, 7, 11, 13), (17, 19, 23, 29, 31, 37), (41, 43, 47, 53, 59, 61))
 
 
 def verify(*, answer: str, reference: str) -> float:
-    """Return 1.0 where an answer, as extracted from a response, equals the reference, else 0.0."""
+    """Return 1.0 where the final answer of a response equals the reference, else 0.0."""
     return float(compare(answer, reference, equal_expressions))
 
 
@@ -39,15 +39,17 @@ def equal_expressions(answer: str, reference: str) -> bool:
     `math_verify.verify` is corrected as follows:
 
     - Decimals are exact: math-verify rounds to six digits, so that 1.414214 would be the root of two.
-    - Two expressions must also agree to 30 digits at three points: math-verify ignores differences below 1e-15.
-    - Two equations are equal if, at three points, the ratio of their differences of sides has one value: math-verify
+    - The values of two expressions must also agree to 30 digits, for three choices of the numbers that the symbols
+      stand for: math-verify ignores differences below 1e-15.
+    - Two equations are equal if `lhs - rhs` of one is a constant multiple of `lhs - rhs` of the other: math-verify
       compares solutions, so that all equations without a solution are equal.
-    - Degrees inside an expression are degrees, `i` is the root of -1, primes and capital letters are not dropped.
+    - A degree sign multiplies by pi / 180, `i` is the root of -1, and `x'`, `x` and `X` are different symbols.
     - The time limits of math-verify are off: they are signals, which C code ignores.
 
     Raises:
         MemoryError: the process is out of memory.
     """
+    # The letters of each text, without those of commands such as `\pi`.
     given, wanted = (set(_LETTER.findall(text)) for text in (answer, reference))
     # A letter that is small in one text and capital in the other stands for two different symbols.
     if answer.count("'") != reference.count("'") or {letter.swapcase() for letter in given - wanted} & (wanted - given):
@@ -73,16 +75,17 @@ def parse(text: str) -> Basic:
 
 
 def _equal(answer: Any, reference: Any) -> bool:
-    """Compare two parsed expressions at three points; unless they are equations, math-verify must find them equal too.
+    """Compare the values of two parsed expressions, and ask math-verify too unless both are equations.
 
     Sets, inequalities and other objects without a numeric value are compared by math-verify alone.
     """
-    sides: tuple[Any, Any] = (answer, reference)
-    # Two equations are equal if lhs - rhs of one is a constant multiple of lhs - rhs of the other at all points.
+    pair: tuple[Any, Any] = (answer, reference)
+    # Two equations are equal if lhs - rhs of one is a constant multiple of lhs - rhs of the other: the ratio of the two
+    # is at each of the three points what it is at the first point. The ratios are compared by cross multiplication.
     if isinstance(answer, Eq) and isinstance(reference, Eq):
-        values = [*_values(*(equation.lhs - equation.rhs for equation in sides))]
-        is_same = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
-        return is_same and values != [] and answer.free_symbols != set()
+        values = [*_values(*(equation.lhs - equation.rhs for equation in pair))]
+        has_one_ratio = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
+        return has_one_ratio and values != [] and answer.free_symbols != set()
 
     if not math_verify(reference, answer, strict=True, timeout_seconds=None, raise_on_error=True):
         return False
@@ -91,12 +94,13 @@ def _equal(answer: Any, reference: Any) -> bool:
 
 
 def _values(*expressions: Any) -> Iterator[list[Expr]]:
-    """Yield the values of all expressions at each of three points, except points where an expression has no value.
+    """Yield, for each of three choices of numbers for the symbols (a point), the values of all expressions there.
 
-    Equal names of symbols in different expressions are the same symbol.
+    A point at which an expression has no value is left out. Symbols of one name get one number in all expressions.
     """
     names = sorted({symbol.name for expression in expressions for symbol in expression.free_symbols})
     for primes in _PRIMES:
+        # The numbers are prime / 7, prime / 8, ...: they differ even where the same prime is used again.
         point = {name: Rational(primes[index % len(primes)], 7 + index) for index, name in enumerate(names)}
         values = [_value(expression, point) for expression in expressions]
         if all(value.is_number and value.is_finite for value in values):
@@ -104,7 +108,7 @@ def _values(*expressions: Any) -> Iterator[list[Expr]]:
 
 
 def _value(expression: Any, point: Mapping[str, Any]) -> Expr:
-    """Return the value of an expression, to 40 digits, where its free symbols have the values of `point`."""
+    """Return the value of an expression, to 40 digits, with the numbers of `point` for the symbols, by their names."""
     return N(expression.xreplace({symbol: point[symbol.name] for symbol in expression.free_symbols}).doit(), 40)
 
 

@@ -28,7 +28,7 @@ def final_answer(response: str, finished: bool) -> str | None:
         finished: whether the response ended by itself and was not cut at its length limit.
     """
     text = _after_thinking(response)
-    last_box = deque(_BOX.finditer(text), maxlen=1)
+    last_box = deque(_BOX.finditer(text), maxlen=1)  # holds the last match alone, or nothing
     return _boxed_content(text, last_box[0].end()) if last_box else hashed_answer(text, finished)
 
 
@@ -45,14 +45,14 @@ def is_well_formed(response: str, finished: bool) -> bool:
 
 
 def hashed_answer(solution: str, finished: bool = True) -> str | None:
-    """Return the rest of the line after the last `####`, as in GSM8K's worked solutions; None where there is none.
+    """Return the rest of the line after the last `####`, as in GSM8K's worked solutions; None where it is no answer.
 
     Args:
-        finished: whether the text was not cut, so that its last line is whole.
+        finished: whether the text is whole. In a text that was cut, a line counts only if it ends with a line break.
     """
-    for last in deque(_HASHES.finditer(solution), maxlen=1):
-        line = last[1].strip()
-        if (finished or last[2]) and 0 < len(line) <= MAX_ANSWER_LENGTH:
+    for last in deque(_HASHES.finditer(solution), maxlen=1):  # the last match alone, if there is any
+        line, line_end = last[1].strip(), last[2]
+        if (finished or line_end) and 0 < len(line) <= MAX_ANSWER_LENGTH:
             return line
     return None
 
@@ -64,7 +64,10 @@ def _after_thinking(response: str) -> str:
 
 
 def _boxed_content(text: str, start: int) -> str | None:
-    """Return the text from `start` to the brace that closes the one just before `start`; None where none closes it."""
+    """Return the content of the box whose opening brace stands just before `start`.
+
+    Return None where the box is not closed, is empty, or holds more than `MAX_ANSWER_LENGTH` characters.
+    """
     depth = 1
     for match in _BRACE.finditer(text, start, start + MAX_ANSWER_LENGTH + 1):
         depth += {"{": 1, "}": -1}.get(match.group(), 0)

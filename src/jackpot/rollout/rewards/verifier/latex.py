@@ -38,7 +38,7 @@ _SIGNS = _FRACTIONS | {  # replacements of single signs and commands
     "…": r"\ldots ",
 }
 _E_NOTATION = r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)"  # 1E5, but not 1E5_{16} in base 16
-# What may stand before and after a number that stands alone:
+# A number in e-notation stands alone if this stands before it, and this after it.
 _BEGINS = re.compile(r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))(?:\s|\\?\$)*[-+]?$")
 _ENDS = re.compile(r"(?:\s|\\?\$)*(?:$|[,;=:)\]%~.]|\\(?:text|mathrm|[%},;: ]))|\s[A-Za-z]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
@@ -51,11 +51,12 @@ def normalize(text: str) -> str:
 
     A space stays between letters and digits and before words, where it may carry meaning, and after a comma that had
     one: `1, 200` is two numbers, and `1,200` and `1,\! 200` are one. `**` is a power, unless it encloses the whole
-    answer (bold in Markdown). `4.5e33` becomes `4.5\times 10^{33}`, whereas the e of `2e - 3` and `2e^3` is the number.
-    Dollar signs that delimit formulas go; those of amounts, `\$5` and `$5`, stay as `\$`.
+    answer (bold in Markdown). `4.5e33` becomes `4.5\times 10^{33}`, whereas the e of `2e - 3` and `2e^3` is Euler's
+    number. Dollar signs around formulas are removed; a dollar sign of an amount, `\$5` or `$5`, becomes `\$`.
     """
     if text.isascii() and text.isdecimal():
         return text
+    # An odd number of dollar signs cannot enclose formulas, so that they belong to amounts.
     text = _DOLLAR.sub(r"\\$" if len(_DOLLAR.findall(text)) % 2 else " ", text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -73,9 +74,10 @@ def has_prose(text: str) -> bool:
 
 
 def _power_of_ten(match: re.Match[str]) -> str:
-    r"""Return a number in e-notation, such as `4.5e33`, as `4.5\times 10^{33}`, in parentheses after a slash.
+    r"""Return a number in e-notation, such as `4.5e33`, as `4.5\times 10^{33}`; after a slash it gets parentheses.
 
-    If the exponent has a sign, the number must stand alone: `e^2-2e-3` and `(3e-1)/2` are sums, and stay.
+    If the exponent has a sign, the number must stand alone: `e^2-2e-3` and `(3e-1)/2` are sums with Euler's number, and
+    are returned unchanged.
     """
     before, after = match.string[: match.start()], match.string[match.end() :]
     if not match[2].isdecimal():  # the exponent has a sign
@@ -89,7 +91,7 @@ def _power_of_ten(match: re.Match[str]) -> str:
 
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _COMMANDS = [  # not applied to a backslash that follows another, since the two together end a row of a matrix
-    (r"\\!\s*", ""),  # a negative space joins: 1,\! 000
+    (r"\\!\s*", ""),  # a negative space joins the digits around it: 1,\! 000
     (r"\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr)(?![A-Za-z])\s*\.?", ""),
     (r"\\(?:displaystyle|textstyle|limits|nolimits)(?![A-Za-z])", ""),
     (r"\\phantom\s*(?:\{[^{}]*\}|[^\\{}])", ""),
@@ -116,25 +118,26 @@ _REWRITES = [
     for pattern, replacement in (
         ("\0", ""),
         (r"^\s*\*\*((?:[^*]|\*(?!\*))+)\*\*[\s.,;:]*$", r"\1"),  # bold text in Markdown
-        (r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)", r"^{\1}"),  # of program code; not 2**3**2
+        (r" ?\*\* ?(-?\d+(?:\.\d+)?|[A-Za-z](?![A-Za-z]))(?! ?\*\*)", r"^{\1}"),  # the power 2**3, not 2**3**2
         ("|".join(map(re.escape, _SIGNS)), lambda match: _SIGNS[match.group()]),
         ("(?<![⁻⁰¹²³⁴⁵⁶⁷⁸⁹])[⁰¹²³⁴⁵⁶⁷⁸⁹](?![⁰¹²³⁴⁵⁶⁷⁸⁹])", lambda match: "^" + match[0].translate(_SUPERSCRIPTS)),
         ("⁻?[⁰¹²³⁴⁵⁶⁷⁸⁹]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
         (_E_NOTATION, _power_of_ten),
-        # A root of brackets, of a number (but not √2^3) or of a letter; before a brace or a command the sign alone:
+        # Replace √ and what follows it: parentheses, a number (but not in √2^3) or a letter. Before a brace or a
+        # command, which may be long, replace the sign alone.
         (
             r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?(?![\d.]*[\^!])|[A-Za-z](?![A-Za-z_^]))|(?=[\\{]))",
             lambda match: rf"\sqrt{{{match[1] or match[2]}}}" if match.lastindex else r"\sqrt ",
         ),
         *((r"(?<!\\)" + pattern, replacement) for pattern, replacement in _COMMANDS),
-        # Braces that \frac12, \frac{1}b and \sqrt3 leave out; NUL marks where the next token is an argument:
+        # Add the braces that \frac12, \frac{1}b and \sqrt3 leave out; NUL marks where the next token is an argument.
         (r"(\\(?:frac|sqrt)) +(?=[{\[])|(?<=\}) +(?=\{)", r"\1"),
         (r"\\(frac(?![A-Za-z])|sqrt(?:\[[^][{}]*\]|(?![A-Za-z])))\s*(?=[^\s{\[])", "\\\\\\1\0"),
         ("\0" + _TOKEN, r"{\1}"),
         (r"(\\frac\{(?:[^{}]|\{[^{}]*\})*\})\s*(?=[^\s{])", "\\1\0"),
         ("\0" + _TOKEN, r"{\1}"),
         ("\0", ""),
-        # Spaces, and what may end a sentence:
+        # Remove spaces that mean nothing, and the punctuation at the end.
         (r"\s+", " "),
         (r"^ |[ .,;:]+$", ""),
         (r"(?<=[^A-Za-z0-9,;}]) |(?<=\}) (?![A-Za-z])| (?![A-Za-z0-9])(?<=[A-Za-z0-9] )", ""),

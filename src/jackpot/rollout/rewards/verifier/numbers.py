@@ -19,10 +19,10 @@ _NUMBER = re.compile(
 
 
 class Quantity(NamedTuple):
-    """A number and its unit."""
+    """A number and the unit that follows it."""
 
     value: Fraction  # exact
-    unit: str  # as `read_unit` returns it
+    unit: str  # name of the unit, or `LABEL`, as `read_unit` returns it; "" without a unit
 
 
 def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
@@ -44,19 +44,23 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
         is_reference: whether the text is the reference. Plain words after its number must be known units, for `5 abc`
             may be a product.
     """
+    # Move the number out of the text command: `\text{4 cm}` becomes `4\text{ cm}`.
     if wrapped := _WRAPPED.fullmatch(text):
-        text = rf"{wrapped[1]}\text{{{wrapped[2] or ''}}}"
+        number, words = wrapped.groups("")
+        text = rf"{number}\text{{{words}}}"
 
     body, unit = split_unit(text, is_reference) or ("", "")
     match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body).strip())
+    # An amount in dollars has no other unit, and `\text{4 marbles}` is a phrase.
     if match is None or (match["dollar"] and unit) or (wrapped and unit == LABEL):
         return None
+    # No number has two signs.
     if len(match["sign"] + match["sign2"]) + match["top"].startswith("-") > 1:
         return None
 
     try:
         return Quantity(_value(match.groupdict("")), "dollar" if match["dollar"] else unit)
-    except (ValueError, ZeroDivisionError):  # a period without a point, or thousands of digits
+    except (ValueError, ZeroDivisionError):  # a period without a decimal point, thousands of digits, or n / 0
         return None
 
 
@@ -64,6 +68,7 @@ def _value(groups: dict[str, str]) -> Fraction:
     """Return the number that the named groups of a match of `_NUMBER` denote; a missing group is an empty text."""
     top, bottom = (re.sub("[, ]", "", groups[name]) for name in ("top", "bottom"))
     value = Fraction(top) / Fraction(bottom or 1)
+    # Add the digits that repeat: the period 6 of 0.1\overline{6} is 6 / (10 * 9).
     if period := groups["period"]:
         decimals = len(top) - 1 - top.index(".")
         value += Fraction(int(period), 10**decimals * (10 ** len(period) - 1))
@@ -78,7 +83,7 @@ _POWERED = rf"\\text\{{{_INSIDE}\}}(?: ?\^(?:\{{-?\d\}}|-?\d))?"
 _TEXT_UNIT = re.compile(rf" ?(?:\^\\circ|\\mu|/)? ?{_POWERED}(?: ?(?:(?:/|\\cdot) ?)?{_POWERED})*$")
 _UNIT_FRACTION = re.compile(rf"\\frac\{{ ?({_POWERED}) ?\}}\{{ ?({_POWERED}) ?\}}$")
 _SIGN_UNIT = re.compile(r" ?(%|\^\\circ|¢|€|£)$")
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # a trailing degree sign belongs to its argument
+_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")  # in `\sin 30^\circ` the degree sign is no unit
 _PLAIN_UNIT = re.compile(
     r"(?<=[\d}.])( ?)([A-Za-z]+(?:[. ]{1,2}[A-Za-z]+){0,4}[. ]{0,2}(?:\^\{?\d\}?)?(?: ?/ ?[A-Za-z]+(?:\^\{?\d\}?)?)?)$"
 )
@@ -87,17 +92,21 @@ _PLAIN_UNIT = re.compile(
 def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     r"""Split an expression from the unit or label after it, as in `480\sqrt{3}\text{ feet}`.
 
-    Return None where other words follow, so that those words are not taken for a product of letters.
+    The unit is "" where there is none. Return None where words follow that are neither a unit nor a label, so that they
+    are not taken for a product of letters.
     """
+    # A sign, such as `%`.
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return text[: match.start()], read_unit(match[1], symbols=True) or ""
 
+    # Words in `\text{...}`, perhaps in a fraction or a product.
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
             return None if unit is None else (text[: match.start()], unit)
 
+    # Plain words. Group 1 is the space before them, group 2 the words.
     match = _PLAIN_UNIT.search(text)
     if match and (unit := _plain_unit(match[2], bool(match[1]), is_reference)):
         return text[: match.start()], unit
@@ -105,9 +114,14 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
 
 
 def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
-    """Return the unit or `LABEL` that plain words after a number, with a space if `is_apart`, denote, or None."""
+    """Return the unit that plain words after a number denote, `LABEL` for a label, or None where they may be algebra.
+
+    `is_apart` is True where a space stands between the number and the words.
+    """
     unit, names = read_unit(words, symbols=False), re.findall("[A-Za-z]+", words)
     longest = max(map(len, names))
+    # Single letters are symbols of algebra, except in `5 m/s`.
     if unit != LABEL:
         return unit if longest > 1 or (is_apart and names == ["m", "s"] and "/" in words) else None
+    # Only an answer has a label: words after a space, one of them of three letters or more.
     return None if is_reference or not is_apart or longest < 3 or "/" in words else unit

@@ -27,7 +27,7 @@ class Structure(NamedTuple):
     is not an empty interval and `4:51` not a quotient.
     """
 
-    kind: str  # the brackets, or list, set, union, ratio, matrix with its shape
+    kind: str  # "list", "set", "union" or "ratio"; "matrix" and the lengths of its rows; else both brackets, as "[)"
     members: tuple[str, ...]  # text of each member, such as the entries of a tuple or matrix
     ordered: bool  # False where two structures are equal whatever the order of their members, as for sets
 
@@ -43,33 +43,35 @@ def parse_structure(text: str) -> Structure | None:
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
         shape = "x".join(str(len(row)) for row in rows)
-        return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), True)
+        return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), ordered=True)
 
     if len(union := split_outside_brackets(text, r"\\cup")) > 1:
-        return Structure("union", tuple(union), False)
+        return Structure("union", tuple(union), ordered=False)
     if len(members := _members(text, _SEPARATOR)) > 1:
-        return Structure("list", members, False)
+        return Structure("list", members, ordered=False)
 
-    ratio = Structure("ratio", tuple(map(str.strip, text.split(":"))), True) if _RATIO.fullmatch(text) else None
-    return _bracketed(text) or ratio
+    sides = tuple(map(str.strip, text.split(":")))
+    return _bracketed(text) or (Structure("ratio", sides, ordered=True) if _RATIO.fullmatch(text) else None)
 
 
 def _bracketed(text: str) -> Structure | None:
     """Parse a tuple, interval, vector or set, such as `[0,1)`; None unless brackets enclose the whole text."""
-    # The first token after which no bracket is open must be the end of the text, and close its first bracket.
+    # The text must begin with a bracket, and its last token must be the first one that leaves no bracket open, and a
+    # bracket that may close the one at the beginning.
     opening = next((bracket for bracket in _CLOSING if text.startswith(bracket)), None)
     end, closing = next(((end, token) for token, end, depth in _tokens(text) if depth == 0), (0, ""))
     if opening is None or end != len(text) or closing not in _CLOSING[opening]:
         return None
     inside = text[len(opening) : -len(closing)]
     if opening == r"\{":
-        return Structure("set", _members(inside, "[,;]"), False)
+        return Structure("set", _members(inside, "[,;]"), ordered=False)
+    # A tuple, interval or vector has two members or more, and none of them is empty.
     members = split_outside_brackets(inside, "[,;]")
-    return Structure(opening + closing, tuple(members), True) if len(members) > 1 and all(members) else None
+    return Structure(opening + closing, tuple(members), ordered=True) if len(members) > 1 and all(members) else None
 
 
 def _members(text: str, separator: str) -> tuple[str, ...]:
-    r"""Return the members of a list or set; `1 \pm x` is `1 + x` and `1 - x`."""
+    r"""Return the members of a list or set, cut at `separator`; `1 \pm x` is two members, `1 + x` and `1 - x`."""
     members: list[str] = []
     for member in filter(None, split_outside_brackets(text, separator)):
         is_pair = len(_PLUS_MINUS.findall(member)) == 1 and _bracketed(member) is None
@@ -78,8 +80,8 @@ def _members(text: str, separator: str) -> tuple[str, ...]:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split a text at tokens outside of brackets that match `separator`, and strip the spaces around each piece."""
-    cuts = [0]  # start and end of each piece in turn, but the end of the last
+    """Split a text at every token that matches `separator` and is not in brackets; strip the spaces of each piece."""
+    cuts = [0]  # start of the first piece, end of the first piece, start of the second, ..., start of the last
     for token, end, depth in _tokens(text):
         if depth == 0 and re.fullmatch(separator, token):
             cuts += [end - len(token), end]

@@ -38,7 +38,7 @@ _UNITS = {  # words and symbols of each unit
     "p.m.": "pm",
     "radian": "radian rad",
 }
-_SI = {  # symbols and names of units, all of which may have a prefix such as kilo
+_SI = {  # by symbol, the names of a unit; symbols and names may have a prefix such as kilo
     "m": "meter metre",
     "g": "gram",
     "l": "liter litre",
@@ -97,7 +97,7 @@ _PRODUCTS = [
     )
 ]
 _FACTOR = re.compile(r"([^\W\d_]+|[%¢€£]|\\\$)(?: ?\^\{?(-?\d)\}?)?")
-_MEANINGFUL = frozenset(  # words that change a number, or join it with another, so that they are no label
+_MEANINGFUL = frozenset(  # words that change the number before them or join it with another: they are no label
     word
     for line in (
         "hundred thousand dozen score gross lakh crore half halves third quarter",
@@ -118,7 +118,7 @@ _MILLIONS = re.compile("[a-z]+illions?")
 _NO_LABEL = re.compile(r"\d|[=<>+*^_\\{}]|(?<![a-z])/|/(?![a-z])")
 _MOST_WORDS = 5  # largest number of words of a label
 LABEL = "label"  # stands for a unit where other words follow a number, such as `apples`
-_K = "K"  # kelvin, or perhaps thousand if the reference has no unit
+_K = "K"  # stands for the unit of `5 K`, which may be 5 kelvin or 5 thousand (`units_agree`)
 
 
 def read_unit(text: str, symbols: bool) -> str | None:
@@ -131,7 +131,7 @@ def read_unit(text: str, symbols: bool) -> str | None:
 
     Args:
         text: content of `\text{...}`, or the text after a number, such as ` km/h`; powers are in LaTeX.
-        symbols: whether all symbols of `_SI` are known.
+        symbols: whether the symbols of `_SI`, such as `mg`, are units and not products of letters.
     """
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
@@ -140,19 +140,22 @@ def read_unit(text: str, symbols: bool) -> str | None:
     if unit := _product(text, symbols):
         return unit
 
+    # The text is no unit. Refuse words that change the number; a slash separates words here, as in `half/day`.
     words = [word for word in re.split(r"[\s.]+", text.lower()) if word]
-    simple = re.split(r"[\s./]+", text.lower())
-    if any(_MEANINGFUL & {word, _singular(word)} or _MILLIONS.fullmatch(word) for word in simple):
+    words_without_slash = re.split(r"[\s./]+", text.lower())
+    if any(_MEANINGFUL & {word, _singular(word)} or _MILLIONS.fullmatch(word) for word in words_without_slash):
         return None
+    # A label is a few words, without mathematics, and no single letter.
     if len(words) > _MOST_WORDS or any(map(_NO_LABEL.search, words)) or (len(words) == 1 and len(words[0]) == 1):
         return None
     return LABEL if words else ""
 
 
 def units_agree(answer: str, reference: str) -> bool:
-    """Return whether an answer's unit fits the reference's unit.
+    """Return whether the unit of an answer agrees with the unit of the reference.
 
-    The units must be equal, where both have one. A label of the reference, such as `apples`, fits every unit.
+    Where both have a unit, the units must be equal. Every unit agrees with a label of the reference, such as `apples`.
+    An answer's `K` agrees with kelvin alone, because elsewhere it may mean thousand.
     """
     if answer == _K:
         return reference in (_K, "kelvin")
@@ -164,12 +167,13 @@ def _product(text: str, symbols: bool) -> str | None:
     for pattern, replacement in _PRODUCTS:
         text = pattern.sub(replacement, text)
     numerator, *denominators = text.split("/")
+    # Refuse a slash with nothing after it, and text that is neither a word, a power nor a slash.
     if not all(map(str.strip, denominators)) or _FACTOR.sub("", text.replace("/", "")).strip():
         return None
 
-    powers = Counter[str]()
-    for side, sign in ((numerator, 1), (" ".join(denominators), -1)):
-        for word, power in _FACTOR.findall(side):
+    powers = Counter[str]()  # exponent of each unit; "" stands for a word that is no unit
+    for factors, sign in ((numerator, 1), (" ".join(denominators), -1)):
+        for word, power in _FACTOR.findall(factors):
             powers[_known(word, symbols) or ""] += sign * int(power or 1)
 
     if "" in powers:
@@ -178,7 +182,7 @@ def _product(text: str, symbols: bool) -> str | None:
 
 
 def _known(word: str, symbols: bool) -> str | None:
-    """Return the unit that a word or symbol denotes, or None; case counts in symbols of one letter."""
+    """Return the unit that a word or symbol denotes, or None; the case of a single letter matters, unlike a word's."""
     if unit := _CANONICAL.get(word) or (_SYMBOLS.get(word) if symbols else None):
         return unit
     return _CANONICAL.get(_singular(word.lower())) if len(word) > 1 else None
