@@ -70,7 +70,7 @@ def read_columns(
 
 
 def flat_column(table: pa.Table, column: str) -> np.ndarray:
-    """Concatenate a list column over all responses: [tokens]."""
+    """Concatenate a list column over all responses into one array, with an entry for each token."""
     chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table.column(column).chunks]
     return np.concatenate(chunks) if chunks else np.empty(0)
 
@@ -103,8 +103,8 @@ def thin_rollouts(folder: Path, keep: int) -> None:
     """Remove files of saved rollouts until `keep` are left, as evenly spaced in iterations as possible.
 
     The first and the newest file stay. Each time the file goes whose removal leaves the smallest gap, so that no gap is
-    twice as wide as with equal gaps. If `keep` is more than 2, the file of the best checkpoint stays too, whatever gaps
-    that leaves.
+    twice as wide as equal gaps would be. If `keep` is more than 2, the file of the best checkpoint stays too, whatever
+    gaps that leaves.
     """
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:
