@@ -23,7 +23,7 @@ with lazy():
     from jackpot.models import hub
     from jackpot.rollout.tasks import benchmarks
 
-# click's class; typer has a copy of click of its own since 0.24
+# The class of the click that typer uses, which is typer's own copy since typer 0.24.
 NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
 
 
@@ -101,6 +101,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
     if recipe := options.get("recipe"):
         typed = options["overrides"] or []
         if "arms" in options:
+            # One seed is enough: the models do not depend on it.
             configs = [*recipes.resolve_arms(recipe, recipes.split_names(options["arms"]), [0], typed).values()]
             folder = options["folder"] or Path("runs") / f"compare-{Path(recipe).stem}"
         else:

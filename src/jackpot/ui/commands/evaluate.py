@@ -85,7 +85,7 @@ def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
                 news.total,
                 {"tokens/s": f"{news.tokens / news.seconds:,.0f}"},
                 noun=" answers",
-                start=news.done - news.fresh,
+                start=news.done - news.fresh,  # answers of earlier processes, which say nothing about the speed
                 is_due=news.done == news.total,
             )
 

@@ -62,13 +62,13 @@ class _ChartMaker:
         self.drawn: set[str] = set()
 
     def draw(self, entry: Entry) -> Iterable[Chart]:
-        """Return the charts of an entry, as far as the runs have its metrics."""
+        """Return the charts of an entry of the layout; none if the runs lack its metrics."""
         if isinstance(entry, FirstOf):
             return self._first_of(entry)
         return self._combined_chart(entry) if isinstance(entry, CombinedChart) else self._metric_charts(entry)
 
     def is_broken(self, metric: str) -> bool:
-        """Return whether a metric is beyond a limit that all runs share in any run whose settings do not explain it."""
+        """Return whether a metric is beyond one of its `_limits` in a run whose settings do not explain that."""
         return any(guide.is_broken for guide in self._limits(metric)[0])
 
     def _limits(self, metric: str) -> tuple[list[Guide], str]:
@@ -133,6 +133,7 @@ class _ChartMaker:
         index = self._color_indices[arm.name]
         if len(self._arms) == 1:
             return (index + variant) % len(COLORS), 0
+        # Another round through the colors is another dash (`Series.color_index`).
         return index % len(COLORS) + variant * len(COLORS), index // len(COLORS)
 
     def _first_of(self, entry: FirstOf) -> Iterator[Chart]:

@@ -53,9 +53,8 @@ class Counts:
             console=console,
         )
 
-        self._starts: dict[
-            str, tuple[TaskID, float, int]
-        ] = {}  # by name: bar, and the time and count of its first update
+        # By name: the bar, and the time and the count of its first update.
+        self._starts: dict[str, tuple[TaskID, float, int]] = {}
         self._last_line = -LINE_SECONDS  # when the newest line was printed
         self._facts: dict[str, str] = {}
         self._stage = ""
@@ -135,6 +134,7 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
         every: shortest time between two lines of a log, seconds.
     """
     if console.is_terminal:
+        # The line shows what the caller passes to the function, and each stage that the work announces by itself.
         with console.status(plain(text)) as line, listening(lambda newer: line.update(plain(newer))):
             yield lambda newer: line.update(plain(newer))
         return

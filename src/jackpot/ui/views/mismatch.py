@@ -124,7 +124,8 @@ def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
     several = len(pairs) > 1
     return tuple(
         Table(
-            title="Layers that the two sides compute in different number formats" + f": {pair.name}" * several,
+            title="Layers that the two sides compute in different number formats"
+            + (f": {pair.name}" if several else ""),
             columns=("layers", "sampler | learner"),
             rows=tuple((layers, f"{sampler} | {learner}") for layers, sampler, learner in pair.layers),
         )
@@ -201,7 +202,7 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
     by_position = _band_charts(pairs, "position", "position in the response")
     by_entropy = _band_charts(pairs, "entropy", "entropy, nats")
     several = len(pairs) > 1
-    tables = [table for pair in pairs for table in _band_tables(pair, f": {pair.name}" * several)]
+    tables = [table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if several else "")]
 
     return Section(
         title="Where the gap is",

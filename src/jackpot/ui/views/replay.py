@@ -112,7 +112,7 @@ def facts(result: ReplayResult) -> Table:
 
 
 def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Table:
-    """Return a table with a row for each distinct result, named after its corrections."""
+    """Return a table with a row for each distinct result; the row begins with the corrections that have it."""
     return Table(
         title=title,
         columns=("correction", *(name for name, _ in columns)),
