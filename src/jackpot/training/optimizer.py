@@ -43,6 +43,7 @@ def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    # Divide the tensors into messages of one dtype and of _MESSAGE bytes at most, then sum each message.
     by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}  # for each dtype, the tensors of each message
     for tensor in (tensor for tensor in tensors if not is_sharded(tensor)):
         messages = by_dtype.setdefault(tensor.dtype, [[]])
@@ -94,7 +95,7 @@ class ModelOptimizer:
         torch._foreach_div_(gradients, torch.where(denominator == 0, 1.0, denominator).to(gradients[0]))
 
     def clip(self) -> Tensor:
-        """Clip the gradients to `max_grad_norm`; return the norm before clipping, a float64 scalar on their device."""
+        """Clip the gradients to `max_grad_norm`; return their norm before that, a float64 scalar on their device."""
         gradient_norm = norm(self._gradients())
         gradients = locals_of(self._gradients())
         scale = (self._config.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
@@ -124,7 +125,7 @@ class ModelOptimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments of each parameter, named by the parameter's index and moment; none before the first step.
+        """Yield AdamW's moments of each parameter, named INDEX.MOMENT; none before the first step.
 
         The moments of a sharded parameter are sharded too.
         """

@@ -353,7 +353,7 @@ class LastCommand:
         return f"command {self.sequence_number} ({self.name})"
 
     def write(self, state: str, **more: Any) -> None:
-        """Write to the file that the newest command "runs", is "done" or "failed"; "waits" before the first command."""
+        """Write the newest command and its state to the file: "runs", "done" or "failed"; before the first, "waits"."""
         command = {"number": self.sequence_number, "command": self.name, "state": state, "time": time.time()}
         facts = self._facts | command | more
         partial = self._path.with_suffix(".partial")

@@ -30,7 +30,7 @@ class InspectorData:
 
     index: Mapping[str, Any]  # the runs, their saved iterations, and the counts of responses and tokens
     packs: Mapping[str, str]  # by name: the columns of one iteration or the texts of one run, as `packed` returns them
-    left_out: Table  # runs whose saved rollouts the page has only in part; no rows if it has all
+    left_out: Table  # runs with saved iterations for which the page has no room; no rows if there is none
 
 
 def packed(value: Any) -> str:
@@ -97,6 +97,7 @@ def _item(item: Chart | Table, columns: _Columns) -> dict[str, Any]:
         return asdict(item) | {"kind": "table"}
 
     def index(numbers: Numbers | None) -> int | None:
+        """Return the index of a column in `columns`, to which it is added if it is new."""
         return None if numbers is None else columns.setdefault(tuple(numbers), len(columns))
 
     series = [

@@ -44,7 +44,7 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An intact checkpoint: every file matches the file's checksum."""
+    """A checkpoint that is intact: every file in it matches the checksum that was written for the file."""
 
     folder: Path
     state: dict[str, Any]  # content of state.pt

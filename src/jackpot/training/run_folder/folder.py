@@ -293,13 +293,14 @@ class RunFolder:
             for name in ("metrics.jsonl", "events.jsonl"):
                 self._cut(name, iteration)
 
-            # Files of later iterations move away; half-written files (the third group of the pattern) are removed.
+            # Files of later iterations move away; half-written files are removed.
             later = []
             for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
-                written = re.fullmatch(rf"iteration-(\d+)(\.parquet|-.+\.jsonl)({re.escape(PARTIAL)})?", path.name)
-                if written and written[3]:
+                pattern = rf"iteration-(?P<number>\d+)(\.parquet|-.+\.jsonl)(?P<partial>{re.escape(PARTIAL)})?"
+                written = re.fullmatch(pattern, path.name)
+                if written and written["partial"]:
                     path.unlink()
-                elif written and int(written[1]) > iteration:
+                elif written and int(written["number"]) > iteration:
                     later.append(path)
             if iteration < 0:
                 later += self.path.glob("config.yaml")
@@ -392,7 +393,7 @@ class RunFolder:
         lines = (
             {
                 "prompt_uid": rollout.prompt.uid,
-                "sample": index % evaluation.k,
+                "sample": index % evaluation.k,  # which of the k responses to its problem it is
                 "prompt": rollout.prompt.text,
                 "response": response,
                 "answer": rollout.prompt.answers,

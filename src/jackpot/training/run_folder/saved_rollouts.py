@@ -47,7 +47,7 @@ def list_rollout_files(run: Path) -> tuple[list[RolloutFile], list[str]]:
 def read_columns(
     file: RolloutFile, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None
 ) -> pa.Table:
-    """Read columns and rows of a file.
+    """Read columns and rows of a file of saved rollouts.
 
     Args:
         columns: names of the columns; None: all.
@@ -76,7 +76,7 @@ def flat_column(table: pa.Table, column: str) -> np.ndarray:
 
 
 def open_rollout_file(path: Path) -> RolloutFile:
-    """Read the footer of one file.
+    """Read the footer of a file of saved rollouts, which tells the file's size.
 
     Raises:
         UnreadableRollouts: the file is damaged or of another schema version.

@@ -76,7 +76,7 @@ def show_setting(console: Console, key: str) -> None:
         _show_list(console, settings)
         return
 
-    setting, *below = settings
+    setting, *below = settings  # the setting of this key, and settings below it where its value can be a block
     print_line(console, setting.key)
     lines = {
         "values": setting.summary("values"),

@@ -63,6 +63,7 @@ def evaluate(
 
     show_results(console, results, folder, config.sampling.described)
     if results[0].summary.k == 1:
+        # Show the command that was typed, with k=16 and another folder.
         typed = [model, *(text for text in overrides or [] if not text.startswith("k="))]
         typed += ["--benchmarks", benchmarks] if benchmarks else []
         typed += ["--engine", engine] if engine else []

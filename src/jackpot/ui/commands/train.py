@@ -122,7 +122,7 @@ def _show_dry_run(
     console: Console, config: "run_settings.Config", typed: Typed, folder: Path, gpus: str | None
 ) -> None:
     """Check what a start checks; print the plan, and the commands that try the recipe and that train it."""
-    recipe, arm, overrides, _ = typed
+    recipe, arm, overrides, _ = typed  # without the run folder, which `folder` has
     process = process_rank()
     ranks = max(process.size, config.placement.ranks)
     checks.check_start(config, config.model_paths(), ranks)
@@ -213,7 +213,7 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
     """Train a run, with its progress on the screen, and print the result."""
 
     def begin(iteration: int) -> None:
-        """Say so if the run in the folder was finished before."""
+        """Say so if the run in the folder, which continues after `iteration`, was finished before."""
         if iteration == config.iterations:
             print_line(
                 console,

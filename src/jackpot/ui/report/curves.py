@@ -55,7 +55,7 @@ class _ChartMaker:
 
         runs = [run for arm in arms for run in arm.runs]
         metrics = {metric for run in runs for line in run.lines for metric in line} - _NOT_METRICS
-        # one line for each arm
+        # By metric, one line for each arm.
         self._lines = {metric: [_arm_line(arm, metric) for arm in arms] for metric in sorted(metrics)}
         self._metrics = [metric for metric, lines in self._lines.items() if any(line.numbers for line in lines)]
         self.empty = sorted(metrics - set(self._metrics))
@@ -83,7 +83,7 @@ class _ChartMaker:
         guides, sentences = [], []
         # Only rules about the metric itself, not those about its ratio to another metric.
         for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
-            limits = [  # (text, limit, the sign that `value - limit` has beyond the limit)
+            limits = [  # of the rule: (text, limit, the sign that `value - limit` has beyond the limit)
                 (f"{side} {limit:g}", limit, sign)
                 for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
                 if isinstance(limit, float) and math.isfinite(limit)

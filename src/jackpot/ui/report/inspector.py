@@ -177,7 +177,10 @@ def _typical_tokens(saved: RolloutFile, count: int) -> float:
 def _left_out(
     runs: Sequence[tuple[Run, Sequence[RolloutFile]]], carried: Mapping[int, dict[str, Any]], packing: _Packing
 ) -> Table:
-    """Return a table of the runs of which the page carries only a part; it has no rows if there is no such run."""
+    """Return a table of the runs that have saved iterations for which the page has no room; no rows if there is none.
+
+    If the page carries a single response, which is longer than all its room, every run is listed.
+    """
     rows = []
     for index, (run, files) in enumerate(runs):
         iterations = carried[index]["iterations"] if index in carried else []

@@ -201,7 +201,7 @@ def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
 
 
 def _hours(hours: float) -> str:
-    """Format hours, with a digit behind the point below 100."""
+    """Format hours, with one decimal if they are below 100."""
     return f"{hours:.1f}" if hours < 100 else f"{hours:,.0f}"
 
 
@@ -253,7 +253,7 @@ def fitting(estimate: CostEstimate) -> str:
 
 
 def unpriced(config: Config) -> list[str]:
-    """Return a warning if training computes slower than at the GPU's peak, on which the hours rest; else nothing."""
+    """Return a warning if training computes slower than at the GPU's peak, which the hours assume; else an empty list."""
     if config.precision != "int8":
         return []
     return [

@@ -27,7 +27,7 @@ def progress(console: Console) -> Iterator["Counts"]:
 
 @contextmanager
 def _outliving_terminal() -> Iterator[None]:
-    """Ignore that the terminal is gone: a write may fail a moment before SIGHUP arrives and asks the run to stop."""
+    """Ignore writes that fail because the terminal is gone, a moment before SIGHUP arrives and asks the run to stop."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def _outliving_terminal() -> Iterator[None]:
 class Counts:
     """The progress of counted work, such as iterations: bars in a terminal, a line every few seconds in a log.
 
-    A terminal shows the newest facts and the stage below the bars, and keeps lines marked as due above them.
+    A terminal shows the newest facts and the stage below the bars, and keeps above them the lines that are due.
     """
 
     def __init__(self, console: Console) -> None:
