@@ -109,7 +109,7 @@ class Bets:
         self.products = torch.full_like(shares, -math.inf)  # log of the weighted sum of each bet's products
 
     def add(self, logs: Tensor) -> float:
-        """Begin each bet's product of a batch, and multiply all products by the bet's factor; return `share`.
+        """Begin a new product of each bet, then multiply all products of a bet by its factor; return `share`.
 
         `logs` are the logs of the factors of all bets in this batch, [bets].
         """
@@ -147,6 +147,7 @@ class SamplingEvidence:
     """
 
     def __init__(self) -> None:
+        # The weight of each kind of bet, divided equally among the bets of the kind.
         shares = [share / count for share, count in SHARES for _ in range(count)]
         self._bets = Bets(torch.tensor(shares, dtype=torch.float64))
         self._watched: Tensor | None = None  # [WATCHED] ascending ids, -1 for a missing one; None at first

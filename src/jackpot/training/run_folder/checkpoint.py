@@ -306,7 +306,7 @@ class Checkpointer:
         roles: list[Role] = [role for role in get_args(Role) if getattr(config, role) is not None]
 
         best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
-        # The trainer gave its own part of the state; complete it.
+        # Complete the state, of which the trainer has given its own part.
         state |= {"iteration": iteration, "best": best, "failed": self._folder.failed}
         state |= {"version": list(self._components.learner.version), "settings": config.model_dump_json()}
 

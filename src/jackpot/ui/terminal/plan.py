@@ -253,7 +253,7 @@ def fitting(estimate: CostEstimate) -> str:
 
 
 def unpriced(config: Config) -> list[str]:
-    """Return a warning if training computes slower than at the GPU's peak, which the hours assume; else an empty list."""
+    """Return a warning if training computes slower than at the GPU's peak, which the hours assume; else nothing."""
     if config.precision != "int8":
         return []
     return [

@@ -179,8 +179,10 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
     def policy(point: EvaluationPoint) -> float | None:
+        """Return what the chart of the policy has on its y axis."""
         return point.policy_accuracy
 
+    # Each with the chart's title, the label of its y axis, and what it reads from an evaluation.
     quantities: tuple[tuple[str, str, _Quantity], ...] = (
         ("Rollout model", y_label, lambda point: point.rollout_model_accuracy),
         ("KL(rollout model || policy)", "nats per token", lambda point: point.kl),
