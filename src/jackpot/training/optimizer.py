@@ -33,7 +33,7 @@ SCHEDULES = {  # factor on the learning rate, by the progress after the warm-up,
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
-_MESSAGE = 2**26  # most bytes of a message, in which tensors are copied together; a larger tensor is sent alone
+_MESSAGE = 2**26  # bytes; tensors are sent together in messages of this size at most, and a larger tensor alone
 
 
 def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
@@ -43,6 +43,7 @@ def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
+    # Divide the tensors into messages of one dtype and of _MESSAGE bytes at most, then sum each message.
     by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}  # for each dtype, the tensors of each message
     for tensor in (tensor for tensor in tensors if not is_sharded(tensor)):
         messages = by_dtype.setdefault(tensor.dtype, [[]])
@@ -94,7 +95,7 @@ class ModelOptimizer:
         torch._foreach_div_(gradients, torch.where(denominator == 0, 1.0, denominator).to(gradients[0]))
 
     def clip(self) -> Tensor:
-        """Clip the gradients to `max_grad_norm`; return the norm before clipping, a float64 scalar on their device."""
+        """Clip the gradients to `max_grad_norm`; return their norm before that, a float64 scalar on their device."""
         gradient_norm = norm(self._gradients())
         gradients = locals_of(self._gradients())
         scale = (self._config.max_grad_norm / (gradient_norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
@@ -124,7 +125,7 @@ class ModelOptimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments of each parameter, named by the parameter's index and moment; none before the first step.
+        """Yield AdamW's moments of each parameter, named INDEX.MOMENT; none before the first step.
 
         The moments of a sharded parameter are sharded too.
         """
@@ -133,14 +134,14 @@ class ModelOptimizer:
             yield from ((f"{index}.{name}", state[name]) for name in _MOMENTS if name in state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to continue beside the moments; it is equal on all ranks."""
+        """Return what a run needs to continue, equal on all ranks: AdamW's settings and the number of steps."""
         return {"groups": self._adamw.state_dict()["param_groups"], "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any], moments: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` and `moments` returned; parameters may be sharded in another way now.
+        """Continue from what `state_dict` and `moments` returned, even if parameters are now sharded in another way.
 
         Args:
-            moments: whole moments by name, as tensors or as slices of a file (`part_like`).
+            moments: whole moments by their names in `moments()`, as tensors or as slices of a file (`part_like`).
 
         Raises:
             CheckpointError: the moments do not fit the parameters.
@@ -151,7 +152,7 @@ class ModelOptimizer:
         self._adamw.load_state_dict({"state": states, "param_groups": state["groups"]})
 
     def _state(self, index: int, parameter: nn.Parameter, moments: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return AdamW's state of one parameter; all parameters have taken equally many steps."""
+        """Make AdamW's state of one parameter from the saved moments and the number of steps."""
         try:
             state = {name: part_like(moments[f"{index}.{name}"], parameter) for name in _MOMENTS}
         except (KeyError, ValueError) as error:

@@ -34,7 +34,7 @@ from jackpot.training.learner import Learner, TrainResult
 
 _BEATS = 4  # number of signs of life that rank 0 sends within one time-out
 _PIECE = 2**28  # most bytes that are sent at once
-# A sign of life, sent in place of a message's size; a size comes with its complement, to be sure of it
+# A sign of life, sent in place of a message's size. A size is sent with its complement, by which it is checked.
 _ALIVE = torch.tensor([0, ~0])
 
 
@@ -112,9 +112,10 @@ class Ranks:
                     self._send(None, rank)
 
     def _beat(self, interval: float) -> None:
-        """Tell the ranks that wait for a command that rank 0 runs; a process that stands still says nothing."""
+        """Send signs of life to all waiting ranks, one an interval, until the run ends or a command fails."""
         while not self._ended.wait(interval):
             with self._turn:
+                # A running command holds the lock; so rank 0 is not idle here only after a command that failed.
                 if self._ended.is_set() or not self._is_idle:
                     return
                 try:
@@ -164,10 +165,10 @@ class Ranks:
             dist.send(piece, rank)
 
     def _receive(self, rank: int, group: dist.ProcessGroup | None) -> Any:
-        """Wait for a value that another rank sends, past its signs of life, and return the value.
+        """Wait for a value from another rank and return it; the signs of life that come before it are dropped.
 
         Args:
-            group: the group in which the size of the message comes; None: the default group.
+            group: the group in which the other rank sends the size of the value; None: the default group.
         """
         head = _ALIVE.clone()
         while torch.equal(head, _ALIVE):
@@ -217,14 +218,15 @@ class LedLearner(Learner):
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
     ) -> TrainResult:
-        dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]
+        dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]  # [step][rank]: micro-batches
         options = {"trace": trace, "with_rollout_model": with_rollout_model}
         arguments = [{"mini_batches": [step[rank] for step in dealt]} | options for rank in range(self._ranks.size)]
         result, *replies = self._all("train", arguments)
 
-        replies.insert(0, _rows_of(result))
+        # Ranks 1, 2, ... have replied with the traces and gaps of their rollouts; rank 0's own join them.
+        replies.insert(0, _traces_and_gaps(result))
         traces = zip(*(reply["traces"] for reply in replies), strict=True)  # for each step, the traces of every rank
-        steps = [replace(step, traces=_merged(rows)) for step, rows in zip(result.steps, traces, strict=True)]
+        steps = [replace(step, traces=_merged(of_step)) for step, of_step in zip(result.steps, traces, strict=True)]
         return TrainResult(steps, _merged(reply["engine_gaps"] for reply in replies))
 
     def score(
@@ -238,7 +240,7 @@ class LedLearner(Learner):
         self._on_all("keep_weights", role=role)
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> list[tuple[str, Tensor]]:
-        """Return all weights as a list, so that no rank waits for another while an engine takes them."""
+        """Return a list of all weights of a model: they are gathered first, so no rank waits while an engine loads."""
         return self._on_all("weights", role=role, dtype=dtype and str(dtype).removeprefix("torch."))
 
     def release_memory(self) -> None:
@@ -292,7 +294,7 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
             return None
         result = _work(learner[0], name, arguments)
         if name == "train":
-            return _rows_of(result)
+            return _traces_and_gaps(result)
         return result if name in _REPLIED else None
 
     ranks.follow(do)
@@ -301,36 +303,36 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
 def _work(learner: JointLearner, name: str, arguments: dict[str, Any]) -> Any:
     """Carry out a command with this rank's learner, and return its result."""
     match name:
-        case "score":
+        case "score":  # a message has the sampling settings as a dict
             arguments = arguments | {"sampling": Sampling(**arguments["sampling"])}
         case "save":
             try:
                 return {"files": learner.save(Path(arguments["folder"]), arguments["roles"])}
             except CheckpointError as error:  # returned and not raised, because a full disk does not end a run
                 return {"failed": str(error)}
-        case "weights":
+        case "weights":  # a message has the dtype by its name, or None
             dtype = arguments["dtype"] and getattr(torch, arguments["dtype"])
             return list(learner.weights(arguments["role"], dtype))
     return getattr(learner, name)(**arguments)
 
 
-def _rows_of(result: TrainResult) -> dict[str, Any]:
-    """Return what rank 0 needs of a rank's `TrainResult`: the traces of each step, and the engine's gaps, by uid."""
+def _traces_and_gaps(result: TrainResult) -> dict[str, Any]:
+    """Return what rank 0 needs of a rank's results: each step's traces, and the engine gaps, both by rollout uid."""
     return {"traces": [step.traces for step in result.steps], "engine_gaps": result.engine_gaps}
 
 
 _REPLIED = {"score", "values", "save"}  # commands whose whole result rank 0 needs from the other ranks
 
 
-def _merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join the dicts of all ranks, which are by rollout uid or by file, into one dict."""
-    return {uid: row for share in rows for uid, row in share.items()}
+def _merged(dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Join the dicts of all ranks, whose keys are rollout uids or names of files, into one dict."""
+    return {key: value for of_rank in dicts for key, value in of_rank.items()}
 
 
 class LastCommand:
     """The newest command of rank R, written to ranks/R.json for the error message when a rank is lost.
 
-    A file that cannot be written is left out.
+    If the file cannot be written, the run goes on without it.
 
     Args:
         run: the run folder.
@@ -351,7 +353,7 @@ class LastCommand:
         return f"command {self.sequence_number} ({self.name})"
 
     def write(self, state: str, **more: Any) -> None:
-        """Write the state of the newest command to the file: "waits" before the first, "runs", "done" or "failed"."""
+        """Write the newest command and its state to the file: "runs", "done" or "failed"; before the first, "waits"."""
         command = {"number": self.sequence_number, "command": self.name, "state": state, "time": time.time()}
         facts = self._facts | command | more
         partial = self._path.with_suffix(".partial")

@@ -55,6 +55,7 @@ class Reference:
             hidden = response_hidden(self.model, batch)
         ids = batch.at_sampled(batch.response_ids)
         if self._estimate == "exact":
+            # KL(policy || reference): the reference stands where the head expects the policy, so it is the reverse KL.
             return self._head(hidden, policy_hidden, ids, temperature=self._temperature).reverse_kl
         with torch.no_grad():
             head = self._head(hidden, None, ids, temperature=self._temperature, only_log_probs=True)

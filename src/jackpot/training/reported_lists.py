@@ -14,15 +14,15 @@ from torch import Tensor
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout
 
-LISTED_TOKENS = 65536  # tokens of a batch after which no further rollout's lists are read
+LISTED_TOKENS = 65536  # rollouts of a batch are read until they have this many tokens
 LARGEST_MASS = 1.0 + 1e-3  # largest sum of the probabilities of a top-k list, with room for rounding
 FALSE_ALARM = 1e-9  # probability that `Bets` ever refuse a sound engine, in a run of any length
-TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: bets that the engine samples at temperature / (1 + d)
-ANOTHER_PASS = 0.02  # nats by which the log-prob of a token may differ between two batches
-REPEATS = (0.02, 0.5)  # b: bets that this share of responses are copies of earlier ones
-BIASES = (-0.5, -0.1, 0.1, 0.5)  # d: bets that the engine draws one token 1 + d times as readily
+TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: each bets that the engine samples at temperature / (1 + d)
+ANOTHER_PASS = 0.02  # nats by which a token's log-prob may differ when another batch computes it
+REPEATS = (0.02, 0.5)  # b: each bets that this share of the responses are copies of earlier ones
+BIASES = (-0.5, -0.1, 0.1, 0.5)  # d: each bets that the engine multiplies one token's weight by 1 + d
 WATCHED = 32  # number of tokens on which the bets of BIASES are made
-# For each kind of bet, its share of the average of all products, and the number of its bets.
+# For each kind of bet, its weight in the average of all bets, and how many bets are of this kind.
 SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))
 FLOOR = -10.0  # nats; lower log-probs count as this number
 ROUNDING = 1e-5  # largest total variation that rounding makes between sampled and reported distribution of a token
@@ -37,9 +37,9 @@ class ReportedLists(NamedTuple):
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> "ReportedLists":
-        """Join what is reported of the sampled tokens of the first rollouts, which have LISTED_TOKENS tokens together.
+        """Join what is reported of the sampled tokens of a batch's first rollouts.
 
-        These tokens include the ones that were not sampled. All rollouts are taken if they have fewer tokens.
+        Rollouts are taken until they have LISTED_TOKENS tokens together, sampled or not, or until none is left.
         """
         # Number of tokens in the rollouts before each rollout; a last number, of all rollouts, is left out by the zip.
         before = accumulate((len(rollout.token_ids) for rollout in rollouts), initial=0)
@@ -92,26 +92,26 @@ def check_lists(lists: ReportedLists) -> None:
 
 
 class Bets:
-    """A test of an engine by bets, each a running product of factors whose mean is at most 1 if the engine is sound.
+    """A test of an engine by bets: a bet multiplies factors, one for each batch, into a running product.
 
-    The mean must be at most 1 whatever came before. The weighted average of the products is then a supermartingale,
-    which by Ville's inequality ever exceeds 1 / FALSE_ALARM with probability FALSE_ALARM at most. Products that begin
-    with the first batch have the weight 0.9. With every later batch j new products begin, of weight 0.1 / (j (j - 1)),
-    which sums to 0.1, so that an engine that breaks late is found nearly as quickly as one that is broken from the
-    start.
+    If the engine is sound, the mean of a factor must be at most 1 whatever came before. The weighted average of all
+    products is then a supermartingale, which by Ville's inequality ever exceeds 1 / FALSE_ALARM with probability
+    FALSE_ALARM at most. Every bet begins a new product with every batch, so that an engine that breaks late is found
+    nearly as quickly as one that is broken from the start. The products that begin with the first batch have the weight
+    0.9, those that begin with a later batch j have 0.1 / (j (j - 1)), which sums to 0.1 over all j.
 
     Args:
-        shares: weights of the bets, [bets] float64, which sum to 1.
+        shares: weight of each bet in the average, [bets] float64; they sum to 1.
     """
 
     def __init__(self, shares: Tensor) -> None:
         self._weights, self._batches = shares.log(), 0
-        self.products = torch.full_like(shares, -math.inf)  # log of each bet's weighted product
+        self.products = torch.full_like(shares, -math.inf)  # log of the weighted sum of each bet's products
 
     def add(self, logs: Tensor) -> float:
-        """Multiply the product of each bet by the bet's factor in a batch; return `share`.
+        """Begin a new product of each bet, then multiply all products of a bet by its factor; return `share`.
 
-        `logs` [bets] are the logs of the factors.
+        `logs` are the logs of the factors of all bets in this batch, [bets].
         """
         self._batches += 1
         begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
@@ -120,7 +120,7 @@ class Bets:
 
     @property
     def share(self) -> float:
-        """Return the log of the average product, divided by the log at which a run ends, log(1 / FALSE_ALARM).
+        """Return the evidence against the engine: the log of the average product, divided by log(1 / FALSE_ALARM).
 
         At 1 the run ends; a number below 0 is no evidence against the engine.
         """
@@ -130,30 +130,32 @@ class Bets:
 class SamplingEvidence:
     """The evidence in a run that an engine samples from another distribution than it reports.
 
-    A bet (`Bets`) multiplies a factor for every token or response, with mean 1 if it was drawn as reported. The bets:
+    A bet (`Bets`) has a factor for every token or response, with mean 1 if that was drawn as reported. Kinds of bets:
 
     - Another temperature. For a token x let f(x) be its reported log-prob, at least FLOOR; for a token outside the
-      top-k list, f is the smallest f in the list. For every tilt d the factor is exp(d f(x)) / E[exp(d f)], with E over
-      the reported distribution. It is the likelihood ratio of an engine whose temperature is divided by 1 + d.
+      top-k list, f is the smallest f in the list. For every d in TILTS the factor is exp(d f(x)) / E[exp(d f)], with E
+      over the reported distribution. It is the likelihood ratio of an engine whose temperature is divided by 1 + d.
     - Equal responses, as when all have one seed. The probability p that a response equals an earlier one of its group
-      is at most the sum of the probabilities reported for the earlier ones. For every share b the factor is 1 - b, plus
-      b / p where the response does equal an earlier one.
+      is at most the sum of the probabilities reported for the earlier ones. For every b in REPEATS the factor is 1 - b,
+      plus b / p where the response does equal an earlier one.
     - One token too often or too rarely. For each of the tokens v that the first batch should have drawn most, and every
-      bias d, the factor is (1 + d [x = v]) / (1 + d p(v)) where the list has v. It is the likelihood ratio of an engine
-      that draws v 1 + d times as readily.
+      d in BIASES, the factor is (1 + d [x = v]) / (1 + d p(v)) where the list has v. It is the likelihood ratio of an
+      engine that multiplies the weight of v by 1 + d.
 
-    Expectations are raised by what rounding can add (ROUNDING). The products of all bets are averaged by SHARES.
+    The divisors E and 1 + d p(v) are raised by the most that rounding can add (ROUNDING). The average of all bets
+    weighs the kinds by SHARES.
     """
 
     def __init__(self) -> None:
+        # The weight of each kind of bet, divided equally among the bets of the kind.
         shares = [share / count for share, count in SHARES for _ in range(count)]
         self._bets = Bets(torch.tensor(shares, dtype=torch.float64))
-        self._watched: Tensor | None = None  # [WATCHED] ids in ascending order, or -1; None at first
+        self._watched: Tensor | None = None  # [WATCHED] ascending ids, -1 for a missing one; None at first
         self._tokens = 0
-        self._drawn = self._expected = 0.0  # sums of f over drawn tokens, and of its reported mean
+        self._drawn = self._expected = 0.0  # sums over tokens: f of the drawn token, and E[f]
 
     def add(self, lists: ReportedLists, rollouts: Sequence[Rollout] = ()) -> float:
-        """Add the sampled tokens of a batch to the evidence; return the evidence as `Bets.share` does.
+        """Add the sampled tokens of a batch to the evidence; return the evidence so far (`Bets.share`).
 
         Args:
             lists: the sampled tokens with their top-k lists.
@@ -174,8 +176,10 @@ class SamplingEvidence:
 
     def _strongest_bet(self) -> str:
         """Describe, for the error, what is wrong with the engine if the bet with the largest product is right."""
-        largest = int(self._bets.products.argmax()) - len(TILTS)
-        if largest < 0:
+        # The bets stand in the order of SHARES: on the temperature, on equal responses, on single tokens. The index
+        # is counted from the end of each kind in turn.
+        index = int(self._bets.products.argmax()) - len(TILTS)
+        if index < 0:
             drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
             return (
                 f"the drawn ones have a log-prob of {drawn:.3f} on average, and by the reported probabilities it would "
@@ -183,14 +187,14 @@ class SamplingEvidence:
                 f"samples with"
             )
 
-        if (largest := largest - len(REPEATS)) < 0:
+        if (index := index - len(REPEATS)) < 0:
             return (
                 "responses to one prompt are equal far more often than their reported probabilities allow. Does it "
                 "have one seed for all requests, or a cache of answers?"
             )
 
         assert self._watched is not None
-        token, bias = divmod(largest, len(BIASES))
+        token, bias = divmod(index, len(BIASES))
         often = "more often" if BIASES[bias] > 0 else "less often"
         return (
             f"the token {int(self._watched[token])} is drawn {often} than by its reported probability. Does it add a "
@@ -200,7 +204,7 @@ class SamplingEvidence:
     def _tilted(self, lists: ReportedLists) -> Tensor:
         """Return the logs of the factors of the bets on another temperature, summed over the tokens: [tilts].
 
-        Also add up f of the drawn tokens and E[f], which the error's text names.
+        For the error's text, also add up f of the drawn tokens and E[f] (f: the log-prob, see the class).
         """
         probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # of the listed tokens, [N, K]
         # Tokens outside the list, taken together: their f, and the probability that is left for them, [N].
@@ -222,7 +226,7 @@ class SamplingEvidence:
     def _biased(self, lists: ReportedLists) -> Tensor:
         """Return the logs of the factors of the bets on single tokens, summed over the tokens: [WATCHED * biases].
 
-        The first batch, from which the tokens to watch are chosen, gives 0.
+        The first batch, from which the tokens to watch are chosen, gives zeros.
         """
         probs = lists.top_log_probs.exp()
         logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)
@@ -256,7 +260,7 @@ def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
             chance = min(1.0, sum(earlier.values()))
             # The log of 1 - b, or of 1 - b + b / p for a copy, for each share b.
             logs += torch.tensor(
-                [math.log(1.0 - bet + (bet / max(chance, 1e-300) if response in earlier else 0.0)) for bet in REPEATS]
+                [math.log(1.0 - b + (b / max(chance, 1e-300) if response in earlier else 0.0)) for b in REPEATS]
             )
         log_probs = rollout.rollout_log_probs[rollout.sampled_mask].double()
         earlier[response] = math.exp(min(0.0, float((log_probs + ANOTHER_PASS).sum())))

@@ -44,10 +44,10 @@ class Trainer:
     - the sampler: consumes prompts and the weights in the engine, produces a rollout batch. Waits until the engine has
       generated the batch; with `batch.ahead` the batch was begun while an earlier one was trained on.
     - the learner: consumes the rollout batch, produces new weights.
-    - the weight update: consumes the learner's weights; waits until the engine holds them. With `batch.ahead` the
-      update comes when few batches that were begun are left to train on, and first waits until the old weights have
-      generated these. So no batch mixes two versions, and no batch is trained on more than `ahead` iterations after the
-      iteration of its weights.
+    - the weight update: consumes the learner's weights; waits until the engine holds them. With `batch.ahead` it comes
+      only when about half of the batches begun ahead are left to train on (`batches_in_reserve`), and first waits until
+      the old weights have generated these. So no batch mixes two versions, and no batch is trained on more than `ahead`
+      iterations after the iteration of its weights.
     - evaluation: waits until every batch that was begun is complete, and then until both engines have answered.
       Meanwhile nothing is generated for training.
 
@@ -70,14 +70,14 @@ class Trainer:
 
         self._sampler = Sampler(
             config,
-            components.writers,
-            components.task,
-            components.tokenizer,
-            components.costs,
-            PromptStream(components.task, "train", config.seed),
-            self._clock,
-            folder.event,
-            self._check_engines,
+            engines=components.writers,
+            task=components.task,
+            tokenizer=components.tokenizer,
+            costs=components.costs,
+            prompts=PromptStream(components.task, "train", config.seed),
+            clock=self._clock,
+            event=folder.event,
+            check=self._check_engines,
         )
 
         self._engine_checks: dict[Role, EngineCheck] = {
@@ -110,7 +110,7 @@ class Trainer:
         config, components = self._config, self._components
         with StopSignal() as stop, _old_objects_frozen():
             if self.iteration < 0:
-                self._finish_iteration({})
+                self._finish_iteration({})  # iteration 0: the evaluation before training
             else:
                 self._rest()
 
@@ -159,27 +159,27 @@ class Trainer:
             self._record_events()  # events of an unfinished iteration may say why it did not finish
 
     def _check_engines(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
-        """Check what the engines report about the rollout batch of `iteration`."""
+        """Check what each engine reports about its rollouts in the batch of `iteration`, before training on them."""
         with self._clock("check"):
             for role, check in self._engine_checks.items():
                 sampled = [rollout for rollout in rollouts if rollout.sampled_by == role]
                 check.check_batch(self._components.writers[role], sampled, iteration)
 
     def _check_gaps(self, iteration: int, samples: Sequence[TrainingSample], gaps: Mapping[str, Tensor]) -> None:
-        """Check all tokens of `iteration` by the log-probs of training, before any step on them is saved."""
+        """Check every token of `iteration` by its gap, |p_engine - p_training|, before any step on it is saved."""
         with self._clock("check"):
             for role, check in self._engine_checks.items():
                 sampled = [sample.rollout for sample in samples if sample.rollout.sampled_by == role]
                 check.check_gaps(self._components.writers[role], sampled, gaps, iteration)
 
     def _rest(self) -> None:
-        """Put new engines to sleep, except those that generate rollouts before they are sent other weights."""
+        """Put engines to sleep when a run continues, except those that generate rollouts with the weights they have."""
         waiting = {self._components.engine, self._components.policy_engine}
         for engine in waiting.difference(self._next_writers(self.iteration).values()):
             engine.sleep()
 
     def _next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return the engines that will generate rollouts with the weights after `iteration`, by model."""
+        """Return by model the engines that generate next with the weights after `iteration`; none if older ones do."""
         return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
@@ -188,7 +188,7 @@ class Trainer:
         values, batch = metric_values(sums), self._config.batch
 
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
-            self._sampler.finish()
+            self._sampler.finish()  # the engines that evaluate may still generate rollouts for training
             with self._clock("evaluate"), stop_recorded(self._folder.event, self.iteration + 1, WeightsError):
                 values |= self._evaluator.evaluate(self.iteration, self._next_writers(self.iteration).values())
 
@@ -239,7 +239,7 @@ class Trainer:
         return iteration == self._config.iterations
 
     def _state(self) -> dict[str, Any]:
-        """Return what the loop needs to continue after `iteration`, once every batch begun ahead is complete.
+        """Wait until every batch begun ahead is complete; return what the loop needs to continue after this iteration.
 
         The checkpointer adds the rest of the state.
         """

@@ -27,7 +27,7 @@ class Series:
     y: Numbers
     low: Numbers | None = None
     high: Numbers | None = None
-    color_index: int = 0  # into COLORS, and past their end into DASHES; an arm has the same index in every chart
+    color_index: int = 0  # into COLORS, which repeat with the next dash; an arm has the same in every chart
     shade: int = 0  # index into SHADES: the color as it is, darker, lighter
     style: Literal["line", "points", "both"] = "line"
     group: str = ""  # arm that the page's own legend shows or hides in all charts at once
@@ -99,7 +99,7 @@ _USUAL_ARMS = ("obrs", "none", "tis", "on_policy", "obrs_expected")
 
 
 def arm_color_indices(names: Iterable[str]) -> dict[str, int]:
-    """Return a color index (`Series.color_index`) for each arm; unusual arms get free indices in the order of names."""
+    """Return each arm's color index (`Series.color_index`): its own for a usual arm, a free one for others, by name."""
     arms = set(names)
     usual = {name: index for index, name in enumerate(_USUAL_ARMS) if name in arms}
     unusual = sorted(arms - usual.keys())
@@ -107,7 +107,7 @@ def arm_color_indices(names: Iterable[str]) -> dict[str, int]:
     return usual | dict(zip(unusual, free, strict=False))
 
 
-DASHED = len(COLORS)  # added to a color index: the same color, dashed
+DASHED = len(COLORS)  # added to a color index, it gives the same color with a dashed line
 GRAY = len(COLORS) - 1  # color index of a gray series
 
 

@@ -101,6 +101,7 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
         indices += sorted({min(known)[1], max(known)[1]} if known else {begin})
 
     def thinned(column: list[Number]) -> list[Number]:
+        """Return the entries of a column at the chosen indices."""
         return [column[index] for index in indices]
 
     low = line.low and thinned(line.low)

@@ -1,6 +1,6 @@
 """Writes sections as one HTML file that needs no network: it contains the data, plotly and our own scripts.
 
-plotly is its basic bundle (lines and clouds of points), a file of this package, which `make plotly` fetches.
+Of plotly it has the basic bundle (lines and clouds of points), a file of this package, which `make plotly` fetches.
 """
 
 import base64
@@ -30,7 +30,7 @@ class InspectorData:
 
     index: Mapping[str, Any]  # the runs, their saved iterations, and the counts of responses and tokens
     packs: Mapping[str, str]  # by name: the columns of one iteration or the texts of one run, as `packed` returns them
-    left_out: Table  # saved iterations for which the page has no room; no rows if the page has all
+    left_out: Table  # runs with saved iterations for which the page has no room; no rows if there is none
 
 
 def packed(value: Any) -> str:
@@ -54,6 +54,7 @@ def write_page(
     columns: _Columns = {}
     data: dict[str, Any] = {"sections": [_section(section, columns) for section in sections]}
     data["numbers"] = list(columns)
+    # Compressed parts of the page, by name; the page's script unpacks each when it is needed.
     packs = {"plotly": base64.b64encode((_ASSETS / "plotly-basic.min.js.gz").read_bytes()).decode()}
 
     inspector = scripts = ""
@@ -64,7 +65,7 @@ def write_page(
         packs |= tokens.packs
     packs["page"] = packed(data)
 
-    slots = {
+    slots = {  # what replaces each @@NAME@@ in page.html
         "TITLE": html.escape(title),
         "STYLE": _asset("page.css") + (_asset("inspector.css") if inspector else ""),
         "INSPECTOR": inspector,
@@ -96,6 +97,7 @@ def _item(item: Chart | Table, columns: _Columns) -> dict[str, Any]:
         return asdict(item) | {"kind": "table"}
 
     def index(numbers: Numbers | None) -> int | None:
+        """Return the index of a column in `columns`, to which it is added if it is new."""
         return None if numbers is None else columns.setdefault(tuple(numbers), len(columns))
 
     series = [

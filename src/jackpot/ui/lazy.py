@@ -1,4 +1,4 @@
-"""Imports modules when they are first used, so that the file of a command can name its work at its top.
+"""Postpones imports until a module is first used, so that a command's file can import at its top what it runs later.
 
 `jackpot --help`, a typo and commands that compute nothing then start without torch and transformers.
 """
@@ -28,7 +28,7 @@ def lazy() -> Iterator[None]:
     importlib.util.LazyLoader would not do: torch walks over sys.modules, which runs every module that it postponed.
     """
 
-    # takes the arguments of `__import__` and returns what stands for the folder in a `from` import
+    # Has the arguments of `__import__`; returns an object in the folder's place, from which the statement takes names.
     def postpone(name: str, _globals: Any, _locals: Any, modules: Sequence[str], _level: int) -> SimpleNamespace:
         return SimpleNamespace(**{module: Later(f"{name}.{module}") for module in modules})
 
@@ -41,7 +41,7 @@ def lazy() -> Iterator[None]:
 
 
 def load(module: ModuleType) -> None:
-    """Import now every module whose import `module` postponed by `lazy`."""
+    """Import now every module that `module` imported in a `with lazy()` block."""
     for value in list(vars(module).values()):
         if isinstance(value, Later):
             import_module(value._name)

@@ -23,7 +23,7 @@ with lazy():
     from jackpot.models import hub
     from jackpot.rollout.tasks import benchmarks
 
-# click's class; typer has a copy of click of its own since 0.24
+# The class of the click that typer uses, which is typer's own copy since typer 0.24.
 NoSuchOption = import_module(typer.BadParameter.__module__).NoSuchOption
 
 
@@ -95,12 +95,13 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
         ConfigError: settings do not fit, or an evaluation names no benchmark.
         ModelError: a model does not exist.
     """
-    paths = {"model": options["model"]} if options.get("model") else {}
+    paths = {"model": options["model"]} if options.get("model") else {}  # of models, by the name that errors give them
     needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))
 
     if recipe := options.get("recipe"):
         typed = options["overrides"] or []
         if "arms" in options:
+            # One seed is enough: the models do not depend on it.
             configs = [*recipes.resolve_arms(recipe, recipes.split_names(options["arms"]), [0], typed).values()]
             folder = options["folder"] or Path("runs") / f"compare-{Path(recipe).stem}"
         else:

@@ -44,7 +44,7 @@ class CorruptCheckpoint(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An intact checkpoint: every file matches the file's checksum."""
+    """A checkpoint that is intact: every file in it matches the checksum that was written for the file."""
 
     folder: Path
     state: dict[str, Any]  # content of state.pt
@@ -244,10 +244,10 @@ class Checkpointer:
     """The schedule of a run's checkpoints: it writes those that are due, and prunes old ones.
 
     A checkpoint is due every `checkpoint.every` iterations, at the last iteration, when the policy is better than ever
-    before (this is tried twice), and one iteration after a checkpoint that could not be written.
+    before, and one iteration after a checkpoint that could not be written. That of a best policy is tried twice.
 
     Args:
-        folder: the open run folder, which counts failures.
+        folder: the open run folder, which counts the checkpoints that could not be written.
         state: content of the checkpoint that the run continues from; None for a new run.
     """
 
@@ -306,6 +306,7 @@ class Checkpointer:
         roles: list[Role] = [role for role in get_args(Role) if getattr(config, role) is not None]
 
         best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
+        # Complete the state, of which the trainer has given its own part.
         state |= {"iteration": iteration, "best": best, "failed": self._folder.failed}
         state |= {"version": list(self._components.learner.version), "settings": config.model_dump_json()}
 
@@ -349,7 +350,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def config_of_run(model: str) -> Config | None:
-    """Return the settings of a run where `model` is a run folder; None where it is something else."""
+    """Return the settings of the run if `model` is a run folder; None for a model's own folder or name."""
     folder = Path(model).expanduser()
     is_run = (folder / "config.yaml").is_file() and not (folder / "config.json").is_file()
     return run_config(folder) if is_run else None
@@ -394,7 +395,7 @@ def _verify(folder: Path) -> None:
     Raises:
         CorruptCheckpoint: the first file that differs.
     """
-    name = _CHECKSUMS
+    name = _CHECKSUMS  # the file that is being read
     try:
         for name, written in parse_json(read_foreign(folder / _CHECKSUMS, inside=folder), dict).items():
             current, size = checksum(check_foreign(folder / name, inside=folder)), written.get("size")
@@ -412,7 +413,7 @@ def _verify(folder: Path) -> None:
 
 
 def _flush(folder: Path, flushed: Collection[str]) -> None:
-    """Flush all files in `folder` to the disk, except `flushed`, before the folder gets its final name."""
+    """Flush what is in `folder` to the disk before the folder gets its final name; the files `flushed` already are."""
     for path in folder.rglob("*"):
         if not path.is_file():
             flush_folder(path)

@@ -1,6 +1,6 @@
-"""The file environment.json, which records program, packages and machine of each start of a run, and its threads.
+"""The file environment.json, which records program, packages and machine of each start, and the run's CPU threads.
 
-From the file a start reports what differs from the start before, and a continued run keeps its number of threads.
+A start reports what differs from the start before, as the file has it, and a continued run keeps its number of threads.
 """
 
 import json
@@ -42,7 +42,7 @@ class Environment:
 
     @property
     def newest(self) -> dict[str, Any]:
-        """Return versions and machine of the newest start, or an empty dict for a new run."""
+        """Return what the file records of the newest start: versions and machine; an empty dict for a new run."""
         starts = self._content["starts"]
         return dict(starts[-1]) if starts else {}
 

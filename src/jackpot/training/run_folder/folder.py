@@ -96,7 +96,7 @@ def measure_of(values: Mapping[str, Any]) -> Measure | None:
     """Return the measure by which an evaluation ranks models: the accuracy or, for a task without verdicts, the reward.
 
     Args:
-        values: metrics of an iteration by name; without those of an evaluation, None is returned.
+        values: metrics of an iteration by name; None is returned if the iteration was not evaluated.
     """
     return next((name for name in get_args(Measure) if values.get(f"eval/policy_{name}") is not None), None)
 
@@ -196,8 +196,8 @@ class RunFolder:
         """Refuse a run with finished iterations and no checkpoint, unless no checkpoint was ever written.
 
         No checkpoint was written if a kill came before the first one was due, or if every attempt failed. A failed
-        checkpoint is tried again an iteration later, so that since the first was due there are as many failures as
-        iterations. A folder of checkpoints that is missing was removed by someone, since `start` makes it.
+        checkpoint is tried again an iteration later, so in the second case every iteration from the first due one on
+        counts a failure. A folder of checkpoints that is missing was removed by someone, since `start` makes it.
         """
         lines = self.read("metrics.jsonl")
         # A checkpoint is due at the first evaluation in training too, because its policy is the best so far.
@@ -210,7 +210,7 @@ class RunFolder:
             why = f"is a link to {self.checkpoints.readlink()}, which is not there"
         elif finished and not is_folder:
             why = "is not there"
-        elif finished > first_due + failed:
+        elif finished > first_due + failed:  # some attempt did not fail, so a checkpoint was written, and is gone
             why = "holds none"
         else:
             return
@@ -255,7 +255,7 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
 
         if changed:
-            values = {change.key: change[1:] for change in changed}
+            values = {change.key: (change.old, change.new) for change in changed}
             self.event(iteration, {"event": "settings_changed", "changes": values})
         if before and differences:
             texts = {name: f"{name} {old} -> {new}" for name, (old, new) in differences.items()}
@@ -293,13 +293,14 @@ class RunFolder:
             for name in ("metrics.jsonl", "events.jsonl"):
                 self._cut(name, iteration)
 
-            # Files of later iterations move away; half-written files (the third group of the pattern) are removed.
+            # Files of later iterations move away; half-written files are removed.
             later = []
             for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
-                written = re.fullmatch(rf"iteration-(\d+)(\.parquet|-.+\.jsonl)({re.escape(PARTIAL)})?", path.name)
-                if written and written[3]:
+                pattern = rf"iteration-(?P<number>\d+)(\.parquet|-.+\.jsonl)(?P<partial>{re.escape(PARTIAL)})?"
+                written = re.fullmatch(pattern, path.name)
+                if written and written["partial"]:
                     path.unlink()
-                elif written and int(written[1]) > iteration:
+                elif written and int(written["number"]) > iteration:
                     later.append(path)
             if iteration < 0:
                 later += self.path.glob("config.yaml")
@@ -355,7 +356,7 @@ class RunFolder:
         """Append the metrics of an iteration to metrics.jsonl, send them to trackers, and return the line."""
         now, values = time.time(), dict(sorted({**values, **self.failed}.items()))
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        line = {"iteration": iteration, "time": now} | dict.fromkeys(values) | finite
+        line = {"iteration": iteration, "time": now} | dict.fromkeys(values) | finite  # null for what is not finite
         self._append("metrics.jsonl", _json_line(line))
         self._append(self._tensorboard, metrics_record(iteration, now, finite))
         if self._wandb:
@@ -392,7 +393,7 @@ class RunFolder:
         lines = (
             {
                 "prompt_uid": rollout.prompt.uid,
-                "sample": index % evaluation.k,
+                "sample": index % evaluation.k,  # which of the k responses to its problem it is
                 "prompt": rollout.prompt.text,
                 "response": response,
                 "answer": rollout.prompt.answers,

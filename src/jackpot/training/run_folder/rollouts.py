@@ -26,7 +26,7 @@ def write_rollouts(
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
 ) -> Path:
-    """Write iteration-N.parquet, and remove older files where there are more than `rollouts.keep` (`thin_rollouts`).
+    """Write iteration-N.parquet, and thin the files in the folder out to `rollouts.keep` (`thin_rollouts`).
 
     List columns have one entry for each response token; `*_top_ids` and `*_top_log_probs` have K entries for each.
     Columns from the learner are those of the first update on the rollout. `SCHEMA_VERSION` stands in the metadata.
@@ -72,7 +72,7 @@ def _table(
         "correct": _numbers(np.array(verdicts, dtype=bool), [verdict is not None for verdict in verdicts]),
         "prompt_ids": _lists([torch.tensor(rollout.prompt.token_ids, dtype=torch.int64) for rollout in rollouts]),
         "token_ids": _lists([rollout.token_ids for rollout in rollouts]),
-        "tokens": _split(_strings([*chain(*tokens)]), [*map(len, tokens)]),
+        "tokens": _split(_strings([*chain(*tokens)]), [*map(len, tokens)]),  # the tokenizer's strings, one a token
         "sampled_mask": _lists([rollout.sampled_mask for rollout in rollouts]),
         "advantages": _lists([item.advantages for item in samples]),
         "rollout_log_probs": _lists([rollout.rollout_log_probs for rollout in rollouts]),
@@ -81,8 +81,8 @@ def _table(
         "versions": _lists([rollout.versions for rollout in rollouts]),
     }
 
-    rows = [traces[rollout.uid] for rollout in rollouts]
-    columns |= {name: _lists([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+    trace_rows = [traces[rollout.uid] for rollout in rollouts]  # for each rollout, the learner's columns by name
+    columns |= {name: _lists([row[name] for row in trace_rows]) for name in (trace_rows[0] if trace_rows else ())}
     return pa.table(columns)
 
 

@@ -47,7 +47,7 @@ def list_rollout_files(run: Path) -> tuple[list[RolloutFile], list[str]]:
 def read_columns(
     file: RolloutFile, columns: Sequence[str] | None = None, rows: Sequence[int] | None = None
 ) -> pa.Table:
-    """Read columns and rows of a file.
+    """Read columns and rows of a file of saved rollouts.
 
     Args:
         columns: names of the columns; None: all.
@@ -70,13 +70,13 @@ def read_columns(
 
 
 def flat_column(table: pa.Table, column: str) -> np.ndarray:
-    """Concatenate a list column over all responses: [tokens]."""
+    """Concatenate a list column over all responses into one array, with an entry for each token."""
     chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table.column(column).chunks]
     return np.concatenate(chunks) if chunks else np.empty(0)
 
 
 def open_rollout_file(path: Path) -> RolloutFile:
-    """Read the footer of one file.
+    """Read the footer of a file of saved rollouts, which tells the file's size.
 
     Raises:
         UnreadableRollouts: the file is damaged or of another schema version.
@@ -103,8 +103,8 @@ def thin_rollouts(folder: Path, keep: int) -> None:
     """Remove files of saved rollouts until `keep` are left, as evenly spaced in iterations as possible.
 
     The first and the newest file stay. Each time the file goes whose removal leaves the smallest gap, so that no gap is
-    twice as wide as with equal gaps. If `keep` is more than 2, the file of the best checkpoint stays too, whatever gaps
-    that leaves.
+    twice as wide as equal gaps would be. If `keep` is more than 2, the file of the best checkpoint stays too, whatever
+    gaps that leaves.
     """
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:

@@ -50,7 +50,7 @@ def event_file_name(folder: Path) -> str:
 
 
 def restart_records(iteration: int) -> bytes:
-    """Make the first records of an event file, by which TensorBoard drops older files' records from `iteration` on."""
+    """Make an event file's first records, which have TensorBoard drop older files' records from `iteration` on."""
     restart = SessionLog(status=SessionLog.START)
     return _record(Event(file_version="brain.Event:2")) + _record(Event(step=iteration, session_log=restart))
 
@@ -185,7 +185,7 @@ class WandbRun:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Turn errors of wandb in the `with` block into OSError, after which a run goes on."""
+    """Turn errors of wandb in the `with` block into OSError, which does not end a run (`RunFolder.dispensable`)."""
     wandb = wandb_module()
     try:
         yield

@@ -56,7 +56,7 @@ def compare(
     changes = overrides or []
     configs = recipes.resolve_arms(recipe, recipes.split_names(arms), range(first_seed, first_seed + seeds), changes)
     if not arms and (reasons := comparing.differing_arms(configs)):
-        texts = "; ".join(map(": ".join, reasons.items()))
+        texts = "; ".join(f"{arm}: {reason}" for arm, reason in reasons.items())
         print_line(console, f"Left out, because they cannot be compared: {texts}")
         configs = {(arm, seed): config for (arm, seed), config in configs.items() if arm not in reasons}
 
@@ -75,7 +75,8 @@ def compare(
     sections = views.comparison_sections(comparison, runs)
     files = results.write_results(folder, "comparison", f"jackpot compare {recipe}", sections, asdict(comparison))
     commands = {f"jackpot report {quote(str(folder))}": "one page with every metric of every run"}
-    show_answer(console, [labelled(views.comparison_verdict(comparison))], sections.values(), True, files, commands)
+    verdicts = [labelled(views.comparison_verdict(comparison))]
+    show_answer(console, verdicts, sections.values(), show_all=True, files=files, commands=commands)
 
 
 def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmListener":
@@ -84,9 +85,10 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
     From the first iteration of the first run that trains, it also estimates the time that all runs take.
     """
     shown: dict[str, int] = {}  # iteration of the newest evaluation that was printed, by the name of the run
-    waiting = runs  # runs that have not ended; 0 once the time has been estimated
+    waiting = runs  # number of runs that have not ended, from which the time is estimated; then 0
 
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
+        """Print what is new about a run; `end` says how it ended, and is empty before."""
         nonlocal waiting
         if waiting and end:
             waiting -= 1

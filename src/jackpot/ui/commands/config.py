@@ -18,7 +18,7 @@ with lazy():
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingGroup:
-    """A group of settings that are shown together: all settings of a block, or the own settings of one command."""
+    """A group of settings that are shown together: all settings of a block, or those that one command alone has."""
 
     title: str
     meaning: str
@@ -76,7 +76,7 @@ def show_setting(console: Console, key: str) -> None:
         _show_list(console, settings)
         return
 
-    setting, *below = settings
+    setting, *below = settings  # the setting of this key, and settings below it where its value can be a block
     print_line(console, setting.key)
     lines = {
         "values": setting.summary("values"),
@@ -97,6 +97,7 @@ def setting_groups() -> Iterator[SettingGroup]:
     run_blocks = reference.blocks("train")
     run_settings = reference.settings("train")
     single = [setting for key, setting in run_settings.items() if "." not in key]
+    # The block with an empty key stands for all settings of a command.
     yield SettingGroup(title="jackpot train", meaning=run_blocks[""].meaning, blocks=[], settings=single)
 
     for key in (key for key in run_blocks if key and "." not in key):
@@ -104,7 +105,7 @@ def setting_groups() -> Iterator[SettingGroup]:
         settings = [setting for name, setting in run_settings.items() if name.startswith(f"{key}.")]
         yield SettingGroup(title=key, meaning=run_blocks[key].meaning, blocks=blocks, settings=settings)
 
-    for command in list(reference.COMMANDS)[1:]:
+    for command in list(reference.COMMANDS)[1:]:  # all but train, whose settings stand above
         settings, shared = reference.own_settings(command)
         also = f"Its blocks {', '.join(shared)} have the settings of task, engine and sampling above."
         meaning = f"{reference.blocks(command)[''].meaning} {also}"

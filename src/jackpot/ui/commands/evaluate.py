@@ -63,6 +63,7 @@ def evaluate(
 
     show_results(console, results, folder, config.sampling.described)
     if results[0].summary.k == 1:
+        # Show the command that was typed, with k=16 and another folder.
         typed = [model, *(text for text in overrides or [] if not text.startswith("k="))]
         typed += ["--benchmarks", benchmarks] if benchmarks else []
         typed += ["--engine", engine] if engine else []
@@ -85,7 +86,7 @@ def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
                 news.total,
                 {"tokens/s": f"{news.tokens / news.seconds:,.0f}"},
                 noun=" answers",
-                start=news.done - news.fresh,
+                start=news.done - news.fresh,  # answers of earlier processes, which say nothing about the speed
                 is_due=news.done == news.total,
             )
 

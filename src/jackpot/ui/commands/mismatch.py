@@ -82,7 +82,7 @@ def mismatch(
     sections = views.mismatch_sections(result)
     files = results.write_results(folder, "mismatch", f"jackpot mismatch {model}", sections, asdict(result))
     if as_json:
-        typer.echo(files[-1].read_text(), nl=False)
+        typer.echo(files[-1].read_text(), nl=False)  # the page is the first file, the JSON the last
         return
 
     is_run = (Path(model) / "config.yaml").is_file()

@@ -56,7 +56,7 @@ def _show_list(console: Console, recipes: Sequence["listing.RecipeListing"]) -> 
 
 
 def _show_one(console: Console, recipe: "listing.RecipeListing") -> None:
-    """Print the files of a recipe, which name the source of each setting, and the titles of its papers."""
+    """Print a recipe: its files, in which each setting has its source, and the titles of its papers."""
     print_line(console, f"{recipe.name}: {recipe.description}")
     if recipe.gpus:
         print_line(console, f"meant for {recipe.gpus.count} x {recipe.gpus.kind}")

@@ -65,7 +65,9 @@ def simulate(
     files = results.write_results(folder, "simulate", title, sections, numbers)
 
     several = len(measured) > 1
-    verdicts = [f"{candidate.name}\n" * several + labelled(candidate.answer["lines"]) for candidate in measured]
+    verdicts = [
+        (f"{candidate.name}\n" if several else "") + labelled(candidate.answer["lines"]) for candidate in measured
+    ]
     typed = [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]
     commands = {f"jackpot train {' '.join(map(quote, typed))}": "train; rollout_model.path=... for another model"}
     show_answer(console, verdicts, sections.values(), show_all, files, commands)

@@ -121,8 +121,8 @@ def train(
 def _show_dry_run(
     console: Console, config: "run_settings.Config", typed: Typed, folder: Path, gpus: str | None
 ) -> None:
-    """Check what a start checks, and print the plan and the commands that try and train it."""
-    recipe, arm, overrides, _ = typed
+    """Check what a start checks; print the plan, and the commands that try the recipe and that train it."""
+    recipe, arm, overrides, _ = typed  # without the run folder, which `folder` has
     process = process_rank()
     ranks = max(process.size, config.placement.ranks)
     checks.check_start(config, config.model_paths(), ranks)
@@ -159,7 +159,7 @@ def _plan(
         return needs
 
     on_gpu = device.pick_device(config.device).type == "cuda"
-    config = processes.place_engines(config, ranks, on_gpu, process_rank().beside)
+    config = processes.place_engines(config, ranks, on_gpu, local_ranks=process_rank().beside)
     memory = planned_memory.plan_memory(config, models, prompts.longest) if ranks == 1 else None
     plans.show_plan(console, config, models, memory, prompts, folder)
     return None
@@ -213,7 +213,7 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
     """Train a run, with its progress on the screen, and print the result."""
 
     def begin(iteration: int) -> None:
-        """Say so if the run in the folder was finished before."""
+        """Say so if the run in the folder, which continues after `iteration`, was finished before."""
         if iteration == config.iterations:
             print_line(
                 console,
@@ -259,7 +259,8 @@ def _show_result(
         for label, (metric, measure) in _evaluated_metrics(config, last, is_accuracy).items()
     ]
 
-    columns = ("model", "before", f"after {last['iteration']} iterations", "change" + ", points" * is_accuracy)
+    after, change = f"after {last['iteration']} iterations", "change, points" if is_accuracy else "change"
+    columns = ("model", "before", after, change)
     quantity = "Accuracy" if is_accuracy else "Mean reward"
     unit = ", percent ± standard error" if is_accuracy else " ± standard error"
     problems, sampling = limits.problems_of(lines, config), config.evaluation_sampling.described
@@ -284,7 +285,7 @@ def _show_result(
 def _evaluated_metrics(
     config: "run_settings.Config", last: Mapping[str, Any], is_accuracy: bool
 ) -> "dict[str, tuple[str, run_files.Measure]]":
-    """Return the metric of each row of the result, by the row's label, and whether it is an accuracy or a reward.
+    """Return for each row of the result, by its label, the metric that it shows, and "accuracy" or "reward".
 
     Args:
         last: the newest line of metrics.jsonl with an evaluation.
@@ -297,9 +298,9 @@ def _evaluated_metrics(
 
     for name in map(registry.set_name, config.evaluation.benchmark_names):
         if (metric := f"eval/{name}/mean_at_k") in last:
-            metrics[f"policy on {name}" + ", percent" * (not is_accuracy)] = (metric, "accuracy")
+            metrics[f"policy on {name}" + ("" if is_accuracy else ", percent")] = (metric, "accuracy")
         else:
-            metrics[f"policy on {name}" + ", mean reward" * is_accuracy] = (f"eval/{name}/reward", "reward")
+            metrics[f"policy on {name}" + (", mean reward" if is_accuracy else "")] = (f"eval/{name}/reward", "reward")
     return metrics
 
 

@@ -55,20 +55,20 @@ class _ChartMaker:
 
         runs = [run for arm in arms for run in arm.runs]
         metrics = {metric for run in runs for line in run.lines for metric in line} - _NOT_METRICS
-        # one line for each arm
+        # By metric, one line for each arm.
         self._lines = {metric: [_arm_line(arm, metric) for arm in arms] for metric in sorted(metrics)}
         self._metrics = [metric for metric, lines in self._lines.items() if any(line.numbers for line in lines)]
         self.empty = sorted(metrics - set(self._metrics))
         self.drawn: set[str] = set()
 
     def draw(self, entry: Entry) -> Iterable[Chart]:
-        """Return the charts of an entry, as far as the runs have its metrics."""
+        """Return the charts of an entry of the layout; none if the runs lack its metrics."""
         if isinstance(entry, FirstOf):
             return self._first_of(entry)
         return self._combined_chart(entry) if isinstance(entry, CombinedChart) else self._metric_charts(entry)
 
     def is_broken(self, metric: str) -> bool:
-        """Return whether a metric is beyond a limit that all runs share in any run whose settings do not explain it."""
+        """Return whether a metric is beyond one of its `_limits` in a run whose settings do not explain that."""
         return any(guide.is_broken for guide in self._limits(metric)[0])
 
     def _limits(self, metric: str) -> tuple[list[Guide], str]:
@@ -83,7 +83,7 @@ class _ChartMaker:
         guides, sentences = [], []
         # Only rules about the metric itself, not those about its ratio to another metric.
         for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
-            limits = [  # (text, limit, the sign that `value - limit` has beyond the limit)
+            limits = [  # of the rule: (text, limit, the sign that `value - limit` has beyond the limit)
                 (f"{side} {limit:g}", limit, sign)
                 for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
                 if isinstance(limit, float) and math.isfinite(limit)
@@ -133,6 +133,7 @@ class _ChartMaker:
         index = self._color_indices[arm.name]
         if len(self._arms) == 1:
             return (index + variant) % len(COLORS), 0
+        # Another round through the colors is another dash (`Series.color_index`).
         return index % len(COLORS) + variant * len(COLORS), index // len(COLORS)
 
     def _first_of(self, entry: FirstOf) -> Iterator[Chart]:

@@ -26,7 +26,7 @@ from jackpot.ui.report.token_text import TokenTexts, texts_of
 
 TOP = 8  # entries of each top-k list that the page carries
 MAX_TOKENS = 100_000  # most saved tokens that the page carries
-FEW = 4  # responses; if an iteration has no room for so many, the page carries fewer iterations
+FEW = 4  # responses; the page carries only so many iterations that there is room for this many of each
 _RESPONSE_COLUMNS = ("uid", "prompt", "answer", "finish", "reward", "correct")
 _TOKEN_COLUMNS = {  # name in the page: column of the file
     "rollout": "rollout_log_probs",
@@ -68,9 +68,9 @@ def inspector_data(
 
     for done, index in enumerate(by_size):  # short runs first: the others get the tokens that these do not need
         run, files = runs[index]
-        words = TokenTexts()
+        words = TokenTexts()  # the tokens of this run that the page shows
         best = best_rollouts(run.folder, [saved.iteration for saved in files])
-        share = max(packing.room, 0) // (len(runs) - done)
+        share = max(packing.room, 0) // (len(runs) - done)  # tokens, an equal part of the room that is left
         if iterations := packing.add(files, share, words, best):
             packing.packs[f"words-{index}"] = packed(texts_of(words, run.folder, run.config))
             carried[index] = {"name": run.name, "words": f"words-{index}", "iterations": iterations}
@@ -92,7 +92,7 @@ class _Packing:
     def add(
         self, files: Sequence[RolloutFile], share: int, words: TokenTexts, best: int | None
     ) -> list[dict[str, Any]]:
-        """Pack about `share` tokens of a run; return for each packed iteration how much of it the pack has.
+        """Pack about `share` tokens of a run; return a dict for each packed iteration: its pack and its size.
 
         Args:
             words: gets the ids and texts of the packed tokens.
@@ -158,7 +158,10 @@ def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]
 
 
 def with_best(chosen: list[RolloutFile], files: Sequence[RolloutFile], best: int | None) -> list[RolloutFile]:
-    """Return the chosen files, where the file of iteration `best` replaces the nearest one between the two ends."""
+    """Return the chosen files with that of iteration `best`, which replaces the nearest one.
+
+    The first and the last file stay. Nothing changes if fewer than three files are chosen or `best` has no file.
+    """
     best_file = next((saved for saved in files if saved.iteration == best), None)
     if best_file is None or best_file in chosen or len(chosen) < 3:
         return chosen
@@ -174,7 +177,10 @@ def _typical_tokens(saved: RolloutFile, count: int) -> float:
 def _left_out(
     runs: Sequence[tuple[Run, Sequence[RolloutFile]]], carried: Mapping[int, dict[str, Any]], packing: _Packing
 ) -> Table:
-    """Return a table of the runs of which the page carries only a part; it has no rows if there is no such run."""
+    """Return a table of the runs that have saved iterations for which the page has no room; no rows if there is none.
+
+    If the page carries a single response, which is longer than all its room, every run is listed.
+    """
     rows = []
     for index, (run, files) in enumerate(runs):
         iterations = carried[index]["iterations"] if index in carried else []
@@ -253,7 +259,7 @@ def _lengths(table: pa.Table) -> list[int]:
 
 
 def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
-    """Return the first `TOP` entries of each token's top-k list as flat columns, with their number per token and K."""
+    """Return the first `TOP` entries of each token's top-k list as flat columns; also their number a token, and K."""
     ids = _matrix(flat_column(table, f"{model}_top_ids"))[:, :TOP].astype(np.int64)
     log_probs = _matrix(flat_column(table, f"{model}_top_log_probs"))
     words.add_needed(ids)

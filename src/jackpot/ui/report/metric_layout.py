@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FirstOf:
-    """An entry for one chart, of the first of several metrics that the runs have.
+    """An entry of the layout for one chart: of the first of its metrics that the runs have.
 
     The chart has no curves by sign or position. A metric that is `kl_metric` of a run comes before the others.
     """
@@ -18,7 +18,7 @@ class FirstOf:
 
 @dataclass(frozen=True, slots=True)
 class CombinedChart:
-    """An entry for one chart of several metrics."""
+    """An entry of the layout for one chart that shows several metrics together."""
 
     title: str
     metrics: dict[str, str]  # metric: its name in the legend

@@ -71,6 +71,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     named = {metric for finding in findings for metric in finding.metric.split(" / ")}
 
     sections = metric_sections(arms, named)
+    # The summary comes second, after the metrics at a glance, or first where there are none.
     sections.insert(1 if sections and sections[0].title == HEADLINE else 0, summary)
     title = f"Report on {begun[0].name if len(runs) == 1 else f'{len(runs)} runs in {common_folder(folders).name}'}"
     write_page(path, title, sections, tokens=tokens)

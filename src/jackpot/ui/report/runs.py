@@ -148,7 +148,7 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
 
 
 def _common_name(group: Sequence[Run]) -> str:
-    """Return the name of an arm's first run without the seed; if nothing is left, that of the folder above."""
+    """Return the name of an arm's first run without the seed; if nothing is left, its parent folder's name."""
     names = list(dict.fromkeys(_SEED.sub("", run.name).strip("-_./") for run in group))
     return names[0] or group[0].folder.parent.name or "run"
 

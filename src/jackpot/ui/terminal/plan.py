@@ -70,6 +70,7 @@ def show_plan(
 
 def _peak(memory: MemoryPlan) -> str:
     """Say how many bytes the run holds at its peak, and what they are for."""
+    # The fields of a plan; `sleeping` is a part of `engines`.
     items = ", ".join(
         f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__ if name != "sleeping"
     )
@@ -192,15 +193,15 @@ def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / GB:.0f}/{shard.limit / GB:.0f}"
     if row.hours is None or row.alone is None:
-        return [memory, "-", *[""] * (len(_COLUMNS) - 3)]
-    hours, alone = row.hours, row.alone
+        return [memory, "-", *[""] * (len(_COLUMNS) - 3)]  # no text in the columns after the hours
+    hours, alone = row.hours, row.alone  # of the run, and of the policy alone
     phases = [_hours(phase) for phase in (hours.all, hours.generation, hours.training, hours.evaluating)]
     compared = ["", ""] if on_policy else [_hours(alone.all), f"{1 - hours.all / alone.all:.0%}"]
     return [memory, *phases, f"{hours.rollout_share:.0%}", *compared]
 
 
 def _hours(hours: float) -> str:
-    """Format hours, with a digit behind the point below 100."""
+    """Format hours, with one decimal if they are below 100."""
     return f"{hours:.1f}" if hours < 100 else f"{hours:,.0f}"
 
 
@@ -221,6 +222,7 @@ def _memory(row: MachineEstimate) -> str:
 def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     """List the smallest machine on which the run fits and the assumptions behind the numbers."""
     sentences = [fitting(estimate)]
+    # The run is planned for several GPUs, or fits on no number of GPUs that was tried.
     if estimate.stated.shard.gpus > 1 or not any(estimate.fewest.values()):
         sentences[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
 
@@ -251,7 +253,7 @@ def fitting(estimate: CostEstimate) -> str:
 
 
 def unpriced(config: Config) -> list[str]:
-    """Return a warning if training computes slower than at the GPU's peak, on which the hours rest; else nothing."""
+    """Return a warning if training computes slower than at the GPU's peak, which the hours assume; else nothing."""
     if config.precision != "int8":
         return []
     return [

@@ -27,7 +27,7 @@ def progress(console: Console) -> Iterator["Counts"]:
 
 @contextmanager
 def _outliving_terminal() -> Iterator[None]:
-    """Ignore that the terminal is gone: a write may fail a moment before SIGHUP arrives and asks the run to stop."""
+    """Ignore writes that fail because the terminal is gone, a moment before SIGHUP arrives and asks the run to stop."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,7 @@ def _outliving_terminal() -> Iterator[None]:
 class Counts:
     """The progress of counted work, such as iterations: bars in a terminal, a line every few seconds in a log.
 
-    A terminal shows the newest facts and the stage below the bars, and keeps lines marked as due above them.
+    A terminal shows the newest facts and the stage below the bars, and keeps above them the lines that are due.
     """
 
     def __init__(self, console: Console) -> None:
@@ -53,9 +53,8 @@ class Counts:
             console=console,
         )
 
-        self._starts: dict[
-            str, tuple[TaskID, float, int]
-        ] = {}  # by name: bar, and the time and count of its first update
+        # By name: the bar, and the time and the count of its first update.
+        self._starts: dict[str, tuple[TaskID, float, int]] = {}
         self._last_line = -LINE_SECONDS  # when the newest line was printed
         self._facts: dict[str, str] = {}
         self._stage = ""
@@ -135,6 +134,7 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
         every: shortest time between two lines of a log, seconds.
     """
     if console.is_terminal:
+        # The line shows what the caller passes to the function, and each stage that the work announces by itself.
         with console.status(plain(text)) as line, listening(lambda newer: line.update(plain(newer))):
             yield lambda newer: line.update(plain(newer))
         return

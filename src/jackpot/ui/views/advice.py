@@ -17,6 +17,7 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
     """
     candidates = sorted(answer["candidates"], key=lambda candidate: -candidate["worth"]["value"])
     eligible = [candidate for candidate in candidates if candidate["advisable"] or candidate["is_whole"]]
+    # Corrections that weigh whole responses (`is_whole`) are shown too, though the rule does not recommend them.
     # Each correction's candidate that is worth most: the candidates are reversed, so it comes last and stays.
     best = {candidate["name"]: candidate for candidate in reversed(eligible)}
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
@@ -59,7 +60,7 @@ def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]
 
 
 def _text(estimate: Mapping[str, float], name: str) -> str:
-    """Format a number of the advice, of the given name, for a table."""
+    """Format the number of the advice that is called `name`, for a cell of a table."""
     if name == "tv_after_correction":
         return f"{estimate['value']:.2%}"
     return Estimate(estimate["value"], estimate["error"] if name in _WITH_ERRORS else None).text

@@ -179,16 +179,24 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
     def policy(point: EvaluationPoint) -> float | None:
+        """Return what the chart of the policy has on its y axis."""
         return point.policy_accuracy
 
+    # Each with the chart's title, the label of its y axis, and what it reads from an evaluation.
     quantities: tuple[tuple[str, str, _Quantity], ...] = (
         ("Rollout model", y_label, lambda point: point.rollout_model_accuracy),
         ("KL(rollout model || policy)", "nats per token", lambda point: point.kl),
         ("Acceptance", "mean acceptance a(x)", lambda point: point.acceptance),
     )
     return (
-        *(_chart("Policy", y_label, policy, runs, cost, label, guides) for cost, label in _COST_AXES.items()),
-        *(_chart(*quantity, runs, comparison.unit, UNITS[comparison.unit], ()) for quantity in quantities),
+        *(
+            _chart("Policy", y_label, policy, runs, cost=cost, label=label, guides=guides)
+            for cost, label in _COST_AXES.items()
+        ),
+        *(
+            _chart(title, unit, quantity, runs, cost=comparison.unit, label=UNITS[comparison.unit], guides=())
+            for title, unit, quantity in quantities
+        ),
     )
 
 
@@ -214,7 +222,7 @@ def _chart(
     label: str,
     guides: tuple[Guide, ...],
 ) -> Chart:
-    """Return a chart with a line for each arm: a quantity of its evaluations over a cost, whose axis has `label`."""
+    """Return a chart with a line for each arm: y is a quantity of its evaluations, x a cost, whose axis has `label`."""
     runs_of: dict[str, list[RunSummary]] = {}
     for run in runs:
         runs_of.setdefault(run.arm, []).append(run)
@@ -225,7 +233,7 @@ def _chart(
 
 
 def _series(arm: str, color_index: int, runs: Sequence[RunSummary], quantity: _Quantity, cost: str) -> Series:
-    """Return an arm's line: at each evaluation the mean of a quantity over the runs, over the mean of their costs."""
+    """Return an arm's line: for each evaluation, y is the runs' mean of a quantity, and x the mean of their costs."""
     completed = [run.last.iteration for run in runs if run.collapse is None]
     end = min(completed) if completed else max(run.last.iteration for run in runs)  # after it some seed is missing
     iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})

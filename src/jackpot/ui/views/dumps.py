@@ -27,7 +27,8 @@ def diagnose_dump(path: Path, as_json: bool) -> None:
     else:
         looked_at = {"Looked at": f"{result.format}, {result.answer.measured_on}"}
         nothing = {"Found": "nothing: the columns agree, and the policy's log-probs can be those of these tokens"}
-        print_line(console := Console(), labelled((findings or nothing) | looked_at))
+        console = Console()
+        print_line(console, labelled((findings or nothing) | looked_at))
         show_next(console, {f"jackpot replay {quote(str(path))}": "which correction it wants, and what that is worth"})
     if findings:
         raise typer.Exit(1)

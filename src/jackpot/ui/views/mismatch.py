@@ -67,7 +67,7 @@ def _bounds(bounds: tuple[Estimate, Estimate] | None, is_exact: bool) -> str:
 def verdicts(result: MismatchResult) -> list[str]:
     """Return the verdict on each pair; if there are several, each verdict begins with the pair's names."""
     several = len(result.pairs) > 1
-    return [f"{pair.sampler} | {pair.learner}: " * several + pair.verdict for pair in result.pairs]
+    return [(f"{pair.sampler} | {pair.learner}: " if several else "") + pair.verdict for pair in result.pairs]
 
 
 def mismatch_sections(result: MismatchResult) -> dict[str, Section]:
@@ -124,7 +124,8 @@ def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
     several = len(pairs) > 1
     return tuple(
         Table(
-            title="Layers that the two sides compute in different number formats" + f": {pair.name}" * several,
+            title="Layers that the two sides compute in different number formats"
+            + (f": {pair.name}" if several else ""),
             columns=("layers", "sampler | learner"),
             rows=tuple((layers, f"{sampler} | {learner}") for layers, sampler, learner in pair.layers),
         )
@@ -156,13 +157,15 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
     """Return charts of |p - q| in each response: the largest, the mean, and the largest against the length."""
 
     def ranks(pair: MismatchPair) -> list[float]:
-        """Return for each response, from the worst on, the share of responses that are as bad or worse."""
+        """Return for each response, the worst first, the share of all responses that are as bad or worse."""
         return [(rank + 1) / pair.numbers.responses for rank in range(pair.numbers.responses)]
 
     def largest_gaps(pair: MismatchPair) -> list[float]:
+        """Return the largest |p - q| of each response."""
         return [response.max_gap for response in pair.numbers.each]
 
     def mean_gaps(pair: MismatchPair) -> list[float]:
+        """Return the mean |p - q| of each response."""
         return [response.mean_gap for response in pair.numbers.each]
 
     return (
@@ -201,7 +204,7 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
     by_position = _band_charts(pairs, "position", "position in the response")
     by_entropy = _band_charts(pairs, "entropy", "entropy, nats")
     several = len(pairs) > 1
-    tables = [table for pair in pairs for table in _band_tables(pair, f": {pair.name}" * several)]
+    tables = [table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if several else "")]
 
     return Section(
         title="Where the gap is",
@@ -212,7 +215,7 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
 
 
 def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
-    """Return a chart with a point for each of some tokens, p on the x axis and q on the y axis."""
+    """Return a chart with a point for each token of a sample, p on the x axis and q on the y axis."""
     clouds = tuple(
         Series(
             name=pair.name,
@@ -294,6 +297,7 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
     names = tuple(pairs[0].numbers.quantiles)
 
     def logs(pair: MismatchPair) -> list[float]:
+        """Return the logs of a pair's quantiles of q/p; -inf for a ratio of 0."""
         return [math.log(ratio) if ratio > 0.0 else -math.inf for ratio in pair.numbers.quantiles.values()]
 
     return Chart(

@@ -81,6 +81,7 @@ def facts(result: ReplayResult) -> Table:
     metrics = result.run
 
     def value(name: str) -> float:
+        """Return a metric of the run as a number."""
         return float(metrics[name].value)
 
     ratio = Mean.named(metrics, "ratio")
@@ -97,6 +98,7 @@ def facts(result: ReplayResult) -> Table:
         ("total variation, rollout model and old policy", f"{value('total_variation_engine'):.2%}"),
         ("total variation, old and updated policy", f"{value('total_variation_stale'):.2%}"),
         ("total variation, rollout model and updated policy", f"{value('total_variation'):.2%}"),
+        # In the first and in the last file or iteration.
         *((f"the same in {where}", f"{gap:.2%}") for where, gap in result.ends if len(result.ends) > 1),
         ("KL(rollout model || policy), k1 and k3", f"{divergences} nats"),
         ("mean of rho, must be 1", f"{float(ratio.value):.4f} +- {float(ratio.standard_error):.4f}"),
@@ -112,7 +114,7 @@ def facts(result: ReplayResult) -> Table:
 
 
 def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Table:
-    """Return a table with a row for each distinct result, named after its corrections."""
+    """Return a table with a row for each distinct result; the row begins with the corrections that have it."""
     return Table(
         title=title,
         columns=("correction", *(name for name, _ in columns)),

@@ -51,6 +51,7 @@ def candidate_sections(candidates: Sequence[Candidate]) -> dict[str, Section]:
     first = candidates[0]
     has_verdict = first.accuracy is not None  # else the task has rewards, but no right answers
 
+    # The models' sizes stand first, then their accuracies or rewards, then all other rows.
     size, *rows = _ROWS
     rows = [size, *(_ACCURACIES if has_verdict else _REWARDS), *rows]
     numbers = Table(
