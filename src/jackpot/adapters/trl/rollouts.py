@@ -51,7 +51,7 @@ class EngineRollouts:
 
         Raises:
             EngineError: the engine gave up a response.
-            ConfigError: TRL's settings of sampling have some that our engines do not have.
+            ConfigError: TRL's settings of sampling have one that our engines do not have.
         """
         if not isinstance(self._engine, Engine):
             self._engine = make_engine(*self._engine, trainer)
@@ -60,7 +60,7 @@ class EngineRollouts:
 
 
 class BatchNames:
-    """A counter that names the generation batches of a run; a resumed run gives the same names, evaluations or not."""
+    """A counter that names generation batches by optimizer step, so that a resumed run gives the same names again."""
 
     def __init__(self) -> None:
         # By kind of batch, train or eval: the optimizer steps before the newest batch, and the index of that batch

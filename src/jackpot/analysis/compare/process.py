@@ -54,7 +54,7 @@ def start_process(run: ArmRun) -> BaseProcess:
 
 
 def runs_at_once(configs: Iterable[Config]) -> int:
-    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over a run's threads.
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores / threads of a run.
 
     Raises:
         ConfigError: a run asks for a GPU and there is none.
