@@ -121,8 +121,8 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_is = None  # verl has no weights to compute
 
     # verl's part: its own weights if no correction of ours is named, and its rejections (`rollout_rs`).
-    logs = (old_log_prob, rollout_log_prob)
-    proto, remaining, metrics = _verl_correction(*logs, response_mask, rollout_is, **weighting, **options)
+    both_log_probs = (old_log_prob, rollout_log_prob)
+    proto, remaining, metrics = _verl_correction(*both_log_probs, response_mask, rollout_is, **weighting, **options)
 
     mask = response_mask.bool()
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
@@ -132,7 +132,7 @@ def compute_rollout_correction_and_rejection_mask(
 
     # The weights that verl will use: ours, its own, or 1.
     if correction is not None:
-        corrected = _corrected(correction, *logs, usable, z)
+        corrected = _corrected(correction, *both_log_probs, usable, z)
         accepted = corrected.accept_mask
         weights = corrected.weights * accepted
         proto = DataProto.from_dict(tensors={"rollout_is_weights": weights.to(old_log_prob.dtype)})
@@ -142,7 +142,7 @@ def compute_rollout_correction_and_rejection_mask(
     else:
         weights = torch.ones_like(old_log_prob)
 
-    measured = _measured(*logs, mask, usable, remaining.bool() & usable, weights, accepted)
+    measured = _measured(*both_log_probs, mask, usable, remaining.bool() & usable, weights, accepted)
     if corrected is not None and z is not None:
         measured |= {name: corrected.metrics[name] for name in _OF_Z}
     return proto, remaining, metrics | {f"jackpot/{name}": float(value) for name, value in measured.items()}
@@ -279,7 +279,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
     sampled = torch.tensor(output.response_mask).nonzero()[:, 0]  # positions of the sampled tokens in the response
     if not len(sampled):
         return
-    rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
+    rows = torch.from_numpy(np.stack(lists[: len(sampled)]))  # [lists, K, 2]: id and log-prob of each entry
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()
 
     # A list is of another token if it gives the sampled token's id another log-prob than was reported for the token.

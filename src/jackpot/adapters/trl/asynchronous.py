@@ -260,7 +260,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         batch["jackpot_advantages"] = batch["jackpot_advantages"][:, 0]
 
         scores = self._policy_scores(batch, log_probs[index].float(), labels, states[0, index])
-        measured, overlap = self._measured(batch, scores, scores)
+        measured, overlap = self._measured(batch, old=scores, now=scores)
         self._correct([(batch, measured, overlap)])
 
         # Back from [B, T] to the places that the trained tokens have in TRL's tensors.

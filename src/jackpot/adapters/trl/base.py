@@ -34,7 +34,8 @@ class TRLTrainer(trl.GRPOTrainer):
     _buffered_inputs: list[Batch]
 
 
-RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # (prompts, trainer) -> lists by key
+# (prompts, trainer) -> lists with an entry for each completion, by key such as `completion_ids`
+RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]
 
 
 def asynchronous() -> tuple[ModuleType, ModuleType]:

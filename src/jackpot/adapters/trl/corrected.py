@@ -90,7 +90,7 @@ class _Lists(NamedTuple):
             )
 
         log_probs = [rows.masked_fill(rows <= MINUS_INFINITY, -math.inf) for rows in log_probs]
-        blank = torch.zeros(width, k)  # of the longest length, so that `pad_sequence` pads all to it
+        blank = torch.zeros(width, k)  # goes first, so that `pad_sequence` pads all to `width`, and is cut off again
         ids = pad_sequence([blank.long(), *ids], batch_first=True)[1:]
         return ids, pad_sequence([blank, *log_probs], batch_first=True)[1:]
 
@@ -296,7 +296,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         output = dict(rollout_func(prompts, trainer))
         ids, log_probs = output.pop("top_ids", None), output.pop("top_log_probs", None)
         if ids is not None and log_probs is not None:
-            self._lists = _Lists(output["completion_ids"], ids, log_probs)
+            self._lists = _Lists(completion_ids=output["completion_ids"], ids=ids, log_probs=log_probs)
         return output
 
     def _generate_by_vllm(self, generate: Callable[..., tuple], k: int, **arguments: Any) -> tuple:
@@ -306,8 +306,11 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         them. TRL takes the first entry of a position as the sampled token's, so TRL gets that token's entry alone.
         """
         prompt_ids, completion_ids, log_probs, ids = generate(**arguments)
-        top_ids = [_first_entries(rows, k) for rows in ids]
-        self._lists = _Lists(completion_ids, top_ids, [_first_entries(rows, k) for rows in log_probs])
+        self._lists = _Lists(
+            completion_ids=completion_ids,
+            ids=[_first_entries(rows, k) for rows in ids],
+            log_probs=[_first_entries(rows, k) for rows in log_probs],
+        )
 
         sampled = []
         for completion in zip(completion_ids, ids, log_probs, strict=True):
@@ -336,7 +339,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
                 batch["old_per_token_logps"] = scores.old_log_probs
 
         self._corrected_at = self.state.global_step
-        self._correct([(batch, *self._measured(batch, scores, scores))])
+        self._correct([(batch, *self._measured(batch, old=scores, now=scores))])  # no update came between
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:

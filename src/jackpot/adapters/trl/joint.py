@@ -55,7 +55,7 @@ from jackpot.training.joint_optimizer import JointOptimizer, next_distill_weight
 from jackpot.training.objectives import rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 
-_FOLDER, _STATE = "rollout_model", "rollout_model_optimizer"  # folders in a checkpoint of TRL's
+_FOLDER, _STATE = "rollout_model", "rollout_model_optimizer"  # folders of the rollout model in a checkpoint of TRL's
 _CHECKED_AT_ONCE = 2**20  # largest micro-batch of an engine check, tokens; no check has more, so none is split
 LOSSES = {  # by TRL's loss_type: how the rollout model's loss is averaged
     "grpo": "seq-mean-token-mean",

@@ -116,8 +116,8 @@ def estimate(function: Callable[..., Tensor], *groups: Tensor) -> Estimate:
         return Estimate(value, None)
 
     # The jackknife: the function of all groups but one, for each group.
-    without = function(*(total - rows for total, rows in zip(totals, used, strict=True)))
-    variance = (without - without.mean()).square().sum() * (count - 1) / count
+    without_one = function(*(total - rows for total, rows in zip(totals, used, strict=True)))
+    variance = (without_one - without_one.mean()).square().sum() * (count - 1) / count
     return Estimate(value, float(variance.sqrt()))
 
 
@@ -417,7 +417,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
     corrected = [rival for rival in rivals if rival.advisable and rival.kind != "none"]
     best = sorted(corrected, key=lambda rival: rival.worth.value, reverse=True)[:1]
     worths = [f"{rival.label} {rival.worth.value:.2f}" for rival in (*none, *best)]
-    if best and best[0].worth.value > chosen.worth.value:
+    if best and best[0].worth.value > chosen.worth.value:  # `choose` took a simpler one, whose worth ties
         worths[-1] += ", a tie"
     if worths:
         text += f"; {', '.join(worths)}"
@@ -472,7 +472,7 @@ def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
         share = f"{any_state.flops_any_state.value:.0%}"
         text += f". If under-visited prefixes counted fully: {_instruction(any_state)}, {share}"
 
-    drafts = generation[-1]
+    drafts = generation[-1]  # speculative decoding is the last way, as `judge` lists them
     costs = {"weight reads": drafts.weights.value - 1.0, "FLOPs": drafts.flops.value - 1.0}
     changes = [f"{abs(change):.0%} {'more' if change > 0 else 'fewer'} {name}" for name, change in costs.items()]
     return {"Cheapest mix": text, f"With {drafts.label}": f"speculative decoding: {', '.join(changes)}, no bias"}

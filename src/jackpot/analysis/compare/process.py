@@ -31,7 +31,7 @@ class ArmRun:
     arm: str
     seed: int
     folder: Path  # run folder
-    log: Path  # standard output and standard error of the run's process
+    log: Path  # file with standard output and standard error of the run's process
     config: Config = field(compare=False)  # resolved settings, with seed, threads and iterations in them
 
     @property

@@ -87,17 +87,17 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
             return None
 
         first, last = levels[0], levels[-1]
-        best = max(levels[:-1])
+        best = max(levels[:-1])  # by the mean, a level's first field
         if metric == REWARDS and best.mean <= 0.0:  # half of a negative reward is no limit
             return None
-        # Standard errors below the best level, or above the first, that are more than chance.
-        errors = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
-        never_rose = best.mean <= first.mean + errors * _difference_error(first, best)
+        # As CHANCE_ERRORS, but for the best of several levels (Bonferroni).
+        errors_of_best = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
+        never_rose = best.mean <= first.mean + errors_of_best * _difference_error(first, best)
         if never_rose != at_once:
             return None
 
         below_first = first.mean - CHANCE_ERRORS * _difference_error(first, last)
-        below_best = best.mean - errors * _difference_error(best, last)
+        below_best = best.mean - errors_of_best * _difference_error(best, last)
         lost = max(below_first, below_best)
         return min(lost, COLLAPSED_BELOW * best.mean) if metric == REWARDS else lost
 
@@ -121,8 +121,8 @@ def learning_limit(metric: str) -> RunLimit:
 
         # No level can be above 1, and another rule says more of a policy that has become worse.
         newest, error = levels[-1].mean, _difference_error(levels[0], levels[-1])
-        lost = [unlearning_limit(metric, at_once=at_once)(history, values) for at_once in (True, False)]
-        has_fallen = any(level is not None and newest < level for level in lost)
+        lost_limits = [unlearning_limit(metric, at_once=at_once)(history, values) for at_once in (True, False)]
+        has_fallen = any(lost is not None and newest < lost for lost in lost_limits)
         is_full = metric == EVALUATED[0] and levels[0].mean + error >= 1.0
         if has_fallen or is_full:
             return None

@@ -262,8 +262,8 @@ def _answer(
     began = time.monotonic()
     fresh = tokens = 0
     servers = len(config.engine.urls) if isinstance(config.engine, ServerEngineConfig) else 1
-    most = config.engine.max_num_seqs * servers
-    for responses in generate_and_score(engine, benchmark.task, tokenizer, requests(), most):
+    most_at_once = config.engine.max_num_seqs * servers
+    for responses in generate_and_score(engine, benchmark.task, tokenizer, requests(), most_at_once):
         file.add((*under_way.pop(response.rollout.uid), response) for response in responses)
         fresh += len(responses)
         tokens += sum(len(response.rollout.token_ids) for response in responses)
