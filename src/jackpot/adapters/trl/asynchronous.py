@@ -148,8 +148,8 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` with one of our corrections; TRL's own loss has no correction.
 
     The factor kappa of a correction, the sum of acceptances over that of Z, is computed from a micro-batch of all
-    processes. The log-probs of the current
-    policy come from TRL's own forward pass. With `correction="none"` the loss is TRL's, to the bit.
+    processes. The log-probs of the current policy come from TRL's own forward pass. With
+    `correction="none"` the loss is TRL's, to the bit.
 
     Args:
         args, kwargs: arguments of TRL's trainer. If you give a `rollout_worker` of your own and the correction reads Z,

@@ -221,9 +221,9 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     returns `top_ids` and `top_log_probs`, [T, K] for each completion, beside TRL's keys.
 
     The factor kappa of a correction, the sum of acceptances over that of Z, is computed from the generation batch of
-    all processes. A correction that follows
-    the current policy (`target: new`, `proximal: new`) scores the micro-batches of a step again if the policy
-    has moved since they were generated, and computes kappa from them. An evaluation's loss is not corrected.
+    all processes. A correction that follows the current policy (`target: new`, `proximal: new`) scores the
+    micro-batches of a step again if the policy has moved since they were generated, and computes kappa from them. An
+    evaluation's loss is not corrected.
 
     Args:
         args, kwargs: arguments of TRL's trainer.

@@ -28,7 +28,7 @@ COLUMNS = (
     "elsewhere",
     "overlap",  # Z at lam = 1: the probability that a draft is accepted
 )
-TOKENS, OVERLAP = COLUMNS.index("tokens"), COLUMNS.index("overlap")
+TOKENS, OVERLAP = COLUMNS.index("tokens"), COLUMNS.index("overlap")  # indices of two of these sums
 LEAST_WORTH = 0.3  # least effective share of tokens of any recommended correction, and least worth of the best one
 TIE_SHARE = 0.95  # share of the greatest worth that counts as a tie
 TIE_ERRORS = 2.0  # standard errors of a difference within which two corrections tie
@@ -165,7 +165,7 @@ class JudgedCorrection:
 
     @property
     def tv_after_correction(self) -> Estimate:
-        """Return the mean total variation that the correction leaves between the models' next tokens in a state."""
+        """Return the total variation between corrected distribution and policy, as a mean over states."""
         return estimate(lambda sums: worth_of(sums).gap, self.groups)
 
     @property
@@ -214,7 +214,7 @@ class Costs(NamedTuple):
 class Generation(NamedTuple):
     """A way to generate rollouts with its worth and its costs.
 
-    A cost is for the progress that one rollout of the policy's own makes, and in units of what that rollout costs.
+    A cost is that of as much progress as one rollout of the policy's own makes, in units of that rollout's cost.
     """
 
     label: str
@@ -251,7 +251,7 @@ def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
 
 
 def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
-    """Judge speculative decoding: the rollout model drafts tokens, so many a pass that weights are read least.
+    """Judge drafting by the rollout model, with the number of drafts a pass at which the fewest weights are read.
 
     The policy verifies the drafts, so the rollout is the policy's own and worth 1. With k drafts before each pass, each
     accepted with probability alpha (the mean of Z), a pass gives n = (1 - alpha^(k+1)) / (1 - alpha) tokens. A token

@@ -66,12 +66,12 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain why PPO clips the policy's ratio often, or never: `proximal: rollout` takes it to the sampler."""
+    """Explain why PPO clips the policy's ratio often, or never: `proximal: rollout` makes it one to the sampler."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` takes it to the sampler."""
+    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it one to the sampler."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 

@@ -81,7 +81,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the metric below which this run has lost what it had learned; None: no limit applies to this run."""
+        """Return the value below which this run has lost what it had learned; None: no limit applies to this run."""
         levels = levels_of(history, metric)
         if len(levels) < 2:
             return None
@@ -114,7 +114,7 @@ def learning_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the metric below which this run has learned nothing; None: no limit applies to this run."""
+        """Return the value of the metric below which this run has learned nothing; None: no limit applies to it."""
         levels = levels_of(history, metric)
         if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
             return None

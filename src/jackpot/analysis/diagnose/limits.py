@@ -21,7 +21,7 @@ LARGE_STEP_KL = 5e-3  # nats; mean KL(p_old || p_new) of a step above which some
 SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) a tenth of the policy's mass at most is on unseen tokens
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training| below which no correction mattered (docs/precision.md)
 PHASES = ("rollout", "score", "check", "train", "sync")  # phases that take about equally long in all iterations
-LEAST_DELAY = 5.0  # seconds that a slow phase takes beyond its median, at least
+LEAST_DELAY = 5.0  # seconds beyond its median duration, from which on a phase is slow
 LEAST_DELAY_ITERATIONS = 3.0  # the same delay in durations of a median iteration; the longer of both delays counts
 SHORTEST_MEDIAN = 1e-3  # seconds; a phase's duration is divided by its median, or by this if the median is shorter
 
