@@ -150,8 +150,9 @@ def check_server(client: Any) -> None:
 
 
 def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of TRL's trainer that a rollout model cannot be combined with, beside those of
-    `refuse`.
+    """Raise ConfigError for arguments of TRL's trainer that a rollout model cannot be combined with.
+
+    `refuse` refuses those that the correction cannot be combined with.
 
     Args:
         arguments: the arguments of TRL's trainer, by name.

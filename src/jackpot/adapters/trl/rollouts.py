@@ -47,7 +47,7 @@ class EngineRollouts:
         self._names = BatchNames()
 
     def __call__(self, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
-        """Return a completion for each prompt, as TRL and `CorrectedGRPOTrainer` take them.
+        """Generate a completion for each prompt; return them in the form that `CorrectedGRPOTrainer` takes.
 
         Raises:
             EngineError: the engine gave up a response.
@@ -96,7 +96,7 @@ def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
-    """Return TRL's settings of sampling as ours.
+    """Convert TRL's settings of sampling to ours.
 
     Args:
         args: TRL's GRPOConfig.

@@ -170,7 +170,7 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
 
 
 def _remedies(suggestion: str, config: Config) -> str:
-    """Drop the remedies with settings that the run does not have; keep all if none would remain."""
+    """Return a suggestion without remedies whose settings the run does not have; with all, if none would remain."""
     remedies = suggestion.split("; ")
     possible = [remedy for remedy in remedies if all(_has(config, path) for path in _SETTING.findall(remedy))]
     return "; ".join(possible or remedies)

@@ -33,7 +33,7 @@ def by_rejection(limit: float) -> Explained:
     """
 
     def explain(config: Config, value: float) -> str:
-        """Return the settings that explain `value`, as text; "" if none does."""
+        """Return the setting that explains an acceptance as low as `value`, as text; "" if none does."""
         correction = config.objective.correction
         budget = getattr(correction, "budget", None)
         if budget is not None:
@@ -54,7 +54,7 @@ def by_cap(*names: str) -> Explained:
     """
 
     def explain(config: Config, value: float) -> str:
-        """Return the settings that explain `value`, as text; "" if none does."""
+        """Return the settings that explain why many tokens are at the cap, as text; "" if none does."""
         correction = config.objective.correction
         if correction.name in _DROPPING:
             return f"objective.correction={correction.name}"
