@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name of the package when it is first used."""
     if name == "__version__":
         return import_module("jackpot.core.package").version()
-    if name == "obrs":
+    if name == "obrs":  # the one public name that is a module
         return import_module("jackpot.objectives.obrs")
     if name not in _MODULES:
         raise AttributeError(f"module 'jackpot' has no attribute {name!r}; it has {', '.join(__all__)}")

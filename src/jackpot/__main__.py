@@ -7,7 +7,7 @@ from jackpot.core.package import install, needs_train
 
 
 def main() -> None:
-    """Run the command line; exit with the command that installs the extra `train` where a package of it is missing."""
+    """Run the command line; if a package of the extra `train` is missing, exit with the command that installs it."""
     try:
         import_module("jackpot.ui.cli").main()
     except ModuleNotFoundError as error:

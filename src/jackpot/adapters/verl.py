@@ -4,10 +4,11 @@ verl 0.8.0 to 0.9.1 computes the weights and the rejection mask of a batch in on
 replaces that function in verl, so that `rollout_is: jackpot:NAME:SETTING=VALUE:...` names a correction of ours. The
 effect of a correction, also of verl's own, is measured before and after masking.
 
-Corrections that read Z need the sampler's top-k lists beside the policy's logits. With docs/verl.patch, verl carries
-the lists as it carries a teacher's, and calls the functions below: `top_lists` and `join_top_lists` for vLLM's answers,
-`align_top_lists` for the sequence of an agent loop, and `z_of_logits` in the worker that computes `old_log_probs`. Z of
-every token then returns to the trainer, which uses `z_request` and `z_names`.
+Corrections that read Z, the sum over the vocabulary of min(p_sampler, p_policy / lam), need the sampler's top-k lists
+beside the policy's logits. With docs/verl.patch, verl carries the lists as it carries a teacher's, and calls the
+functions below: `top_lists` and `join_top_lists` for vLLM's answers, `align_top_lists` for the sequence of an agent
+loop, and `z_of_logits` in the worker that computes `old_log_probs`. Z of every token then returns to the trainer, which
+uses `z_request` and `z_names`.
 
 Shapes: `B` responses, `T` tokens, `K` entries of a list, `N` tokens of packed sequences, `V` vocabulary; log-probs in
 nats.
@@ -50,8 +51,8 @@ __all__ = [
 ]
 
 Z_FIELDS = tuple(f"jackpot_z_{field}" for field in ZEstimate._fields)  # columns of a batch, named as in docs/verl.patch
-_LAM = "jackpot_lam"  # key of lam in a batch for workers that are to estimate Z
-_LISTS = "jackpot_top"  # key of the top-k lists in the extra fields of an answer: ids and log-probs, [K, 2], by token
+_LAM = "jackpot_lam"  # key in a batch for the lam at which workers estimate Z
+_LISTS = "jackpot_top"  # key in an answer's extra fields for the list of each token: ids and log-probs, [K, 2]
 _CHUNK = 1024  # positions whose logits are copied at a time
 # Metrics of a correction that are logged only where the batch has Z.
 _OF_Z = ("obrs/z", "obrs/z_bound_width", "obrs/acceptance_minus_z", "obrs/kappa")
@@ -119,8 +120,9 @@ def compute_rollout_correction_and_rejection_mask(
             )
         rollout_is = None  # verl has no weights to compute
 
-    logs = (old_log_prob, rollout_log_prob)
-    proto, remaining, metrics = _verl_correction(*logs, response_mask, rollout_is, **weighting, **options)
+    # verl's part: its own weights if no correction of ours is named, and its rejections (`rollout_rs`).
+    both_log_probs = (old_log_prob, rollout_log_prob)
+    proto, remaining, metrics = _verl_correction(*both_log_probs, response_mask, rollout_is, **weighting, **options)
 
     mask = response_mask.bool()
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
@@ -128,8 +130,9 @@ def compute_rollout_correction_and_rejection_mask(
         usable &= z.value.isfinite()
     accepted = usable.double()
 
+    # The weights that verl will use: ours, its own, or 1.
     if correction is not None:
-        corrected = _corrected(correction, *logs, usable, z)
+        corrected = _corrected(correction, *both_log_probs, usable, z)
         accepted = corrected.accept_mask
         weights = corrected.weights * accepted
         proto = DataProto.from_dict(tensors={"rollout_is_weights": weights.to(old_log_prob.dtype)})
@@ -139,7 +142,7 @@ def compute_rollout_correction_and_rejection_mask(
     else:
         weights = torch.ones_like(old_log_prob)
 
-    measured = _measured(*logs, mask, usable, remaining.bool() & usable, weights, accepted)
+    measured = _measured(*both_log_probs, mask, usable, remaining.bool() & usable, weights, accepted)
     if corrected is not None and z is not None:
         measured |= {name: corrected.metrics[name] for name in _OF_Z}
     return proto, remaining, metrics | {f"jackpot/{name}": float(value) for name, value in measured.items()}
@@ -276,7 +279,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
     sampled = torch.tensor(output.response_mask).nonzero()[:, 0]  # positions of the sampled tokens in the response
     if not len(sampled):
         return
-    rows = torch.from_numpy(np.stack(lists[: len(sampled)]))
+    rows = torch.from_numpy(np.stack(lists[: len(sampled)]))  # [lists, K, 2]: id and log-prob of each entry
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()
 
     # A list is of another token if it gives the sampled token's id another log-prob than was reported for the token.
@@ -302,7 +305,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
 
 
 def z_request(config: DictConfig) -> dict[str, float]:
-    """Return the entries of a batch by which a trainer has workers estimate Z; empty if the correction reads no Z.
+    """Return what a trainer adds to a batch so that workers estimate Z: lam by its key; empty if Z is not read.
 
     Args:
         config: verl's settings.
@@ -329,7 +332,7 @@ def z_request(config: DictConfig) -> dict[str, float]:
 
 
 def z_names(columns: Any) -> list[str]:
-    """Return the names of the columns of Z that a batch has, in the order of `Z_FIELDS`."""
+    """Return the names in `Z_FIELDS` that a batch has as columns, in the same order."""
     names = set(columns.keys())  # `in` would not look among the keys of a TensorDict
     return [name for name in Z_FIELDS if name in names]
 
@@ -339,7 +342,7 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
 
     Args:
         data: a packed micro-batch with lam and the lists of `align_top_lists`.
-        student_logits: [1, N, V] of the policy, divided by the temperature; None where the engine asks for a loss.
+        student_logits: [1, N, V] logits of the policy over the temperature; None where the engine asks for a loss.
 
     Returns:
         The columns of Z by `Z_FIELDS`, [1, N] each; or a loss of 0 and no metrics.
@@ -347,7 +350,7 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
     Raises:
         DataError: the micro-batch has no lists, as from an engine that returned only the sampled token's log-prob.
     """
-    if student_logits is None:
+    if student_logits is None:  # verl asks for the loss and its metrics
         return torch.zeros(()), {}
     names = sorted(data.keys())
     if "teacher_ids" not in names:
@@ -359,8 +362,8 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
 
     packed = student_logits[0].split(_CHUNK), ids[0].long().split(_CHUNK), top[0].split(_CHUNK)
     chunks = [
-        estimate_z(rollout_top_ids=ids, rollout_top_log_probs=top, policy_logits=logits, lam=data[_LAM])
-        for logits, ids, top in zip(*packed, strict=True)
+        estimate_z(rollout_top_ids=chunk_ids, rollout_top_log_probs=chunk_top, policy_logits=logits, lam=data[_LAM])
+        for logits, chunk_ids, chunk_top in zip(*packed, strict=True)
     ]
     columns = map(torch.cat, zip(*chunks, strict=True))
     return {name: column[None] for name, column in zip(Z_FIELDS, columns, strict=True)}

@@ -8,10 +8,12 @@ trained on once, so for the settings `target` and `proximal` the values `old` an
 Status: never run on its target (a GPU).
 
 Shapes: `N` tokens of a row of packed samples, `M` of them trained on, `B` samples in the row, `T` tokens of a sample,
-`K` entries of a top-k list, `H` hidden size; log-probs in nats.
+`K` entries of a top-k list, `H` hidden size; log-probs in nats. Z, which OBRS reads, is the sum over the vocabulary of
+min(p_engine, p_policy / lam).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -53,7 +55,7 @@ class ServerWeights:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._changes = settings
+        self._given_settings = settings
         self._sent = 0  # times that weights were sent
         self._engine: Any = None
 
@@ -69,7 +71,7 @@ class ServerWeights:
                 "that TRL sends the adapter alone"
             )
         self._model = model
-        self._settings = validated(VLLMServerEngineConfig, {"urls": [url]} | self._changes)
+        self._settings = validated(VLLMServerEngineConfig, {"urls": [url]} | self._given_settings)
 
     def init_weight_transfer(self) -> None:
         """Connect to the server, and send the policy's first weights.
@@ -112,29 +114,29 @@ class ListingLoop(_worker._AsyncRolloutLoop):
         self._num_top = num_top_log_probs
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
-        """Send a request that asks for top-k lists, and put each token's row in the place of its log-prob."""
+        """Send a request that asks for top-k lists, and put a row of 1 + 2K numbers in the place of each log-prob."""
         payload |= {"logprobs": self._num_top, "return_tokens_as_token_ids": True}
         output = await super()._post(path, payload, timeout, max_retries)
         for choice in output["choices"]:
             rows = choice_rows(choice, self._num_top, "a completion")
-            choice["logprobs"]["token_logprobs"] = list(map(_numbers, rows))
+            choice["logprobs"]["token_logprobs"] = list(map(_flat_row, rows))
         return output
 
     async def _score_group(self, group: Any) -> list[Any]:
-        """Score a group as TRL does, after tokens that were not sampled got rows as long as those of sampled tokens."""
+        """Score a group of samples as TRL does, once tokens that were not sampled have rows of 1 + 2K zeros."""
         blank = [0.0] * (1 + 2 * self._num_top)  # for tokens of the context: TRL has the number 0 as their log-prob
         for sequence in chain.from_iterable(group.completions_sequences):
             sequence.old_log_probs = [row if isinstance(row, list) else blank for row in sequence.old_log_probs]
         return await super()._score_group(group)
 
 
-def _numbers(row: Sequence[tuple[int, float]]) -> list[float]:
-    """Return the row of `ListingLoop` for a token.
+def _flat_row(entries: Sequence[tuple[int, float]]) -> list[float]:
+    """Return the 1 + 2K numbers that `ListingLoop` puts in the place of a token's log-prob.
 
     Args:
-        row: (id, log-prob) of the sampled token, then of the K most probable tokens.
+        entries: (id, log-prob) of the sampled token, then of the K most probable tokens.
     """
-    (_, sampled), *top = row
+    (_, sampled), *top = entries
     return [sampled, *(token for token, _ in top), *(log_prob for _, log_prob in top)]
 
 
@@ -145,8 +147,9 @@ class _Forwarded(Exception):
 class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` with one of our corrections; TRL's own loss has no correction.
 
-    The factor kappa of a correction is computed from a micro-batch of all processes. The log-probs of the current
-    policy come from TRL's own forward pass. With `correction="none"` the loss is TRL's, to the bit.
+    The factor kappa of a correction, the sum of acceptances over that of Z, is computed from a micro-batch of all
+    processes. The log-probs of the current policy come from TRL's own forward pass. With
+    `correction="none"` the loss is TRL's, to the bit.
 
     Args:
         args, kwargs: arguments of TRL's trainer. If you give a `rollout_worker` of your own and the correction reads Z,
@@ -170,6 +173,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         weight_transfer: Any = None,
         **kwargs: Any,
     ) -> None:
+        # Without a correction, PPO's ratio is that to the sampler (`proximal: rollout`), as in TRL's own loss.
         is_plain = correction in ("none", {"name": "none"})
         self._choose({"name": "none", "proximal": "rollout"} if is_plain else correction)
         refuse_anywhere(self._correction_name, self._objective)
@@ -256,7 +260,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         batch["jackpot_advantages"] = batch["jackpot_advantages"][:, 0]
 
         scores = self._policy_scores(batch, log_probs[index].float(), labels, states[0, index])
-        measured, overlap = self._measured(batch, scores, scores)
+        measured, overlap = self._measured(batch, old=scores, now=scores)
         self._correct([(batch, measured, overlap)])
 
         # Back from [B, T] to the places that the trained tokens have in TRL's tensors.
@@ -280,7 +284,10 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         tokens = token_batch(batch, loss_mask(batch), with_lists=True)
         if not self._reads_z:
             empty = log_probs.new_zeros(len(log_probs), 0)  # no top-k lists
-            return self._scores(HeadOutput(log_probs, None, empty.long(), empty, empty), tokens, False)
+            output = HeadOutput(
+                log_probs=log_probs, entropy=None, top_ids=empty.long(), top_log_probs=empty, gathered=empty
+            )
+            return self._scores(output, tokens, with_z=False)
 
         head = self._head(
             states,
@@ -296,4 +303,4 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
                 f"TRL's log-probs of the policy are {gap:.3g} nats from those of its output layer: "
                 f"{type(self._policy).__name__} computes more; use a correction that reads the ratio alone, such as tis"
             )
-        return self._scores(HeadOutput(log_probs, None, head.top_ids, head.top_log_probs, head.gathered), tokens, True)
+        return self._scores(replace(head, log_probs=log_probs), tokens, with_z=True)

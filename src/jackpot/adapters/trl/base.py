@@ -34,7 +34,8 @@ class TRLTrainer(trl.GRPOTrainer):
     _buffered_inputs: list[Batch]
 
 
-RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]  # (prompts, trainer) -> lists by key
+# (prompts, trainer) -> lists with an entry for each completion, by key such as `completion_ids`
+RolloutFunc = Callable[[list[Any], TRLTrainer], Mapping[str, Any]]
 
 
 def asynchronous() -> tuple[ModuleType, ModuleType]:
@@ -57,7 +58,7 @@ def asynchronous() -> tuple[ModuleType, ModuleType]:
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model of transformers inside a model of peft, whose layers still apply the adapter; else the model."""
+    """Return the model of transformers that a model of peft wraps, still with the adapter's layers; else `model`."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if unwrap else model
 
@@ -76,7 +77,7 @@ def without_dropout(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yield a list that collects the last hidden states, [B, S, H], of every forward pass of a model in the block."""
+    """Yield a list to which each forward pass of a model in the block appends its last hidden states, [B, S, H]."""
     caught: list[Tensor] = []
     hook = backbone(plain_model(model)).register_forward_hook(lambda *call: caught.append(call[-1].last_hidden_state))
     try:
@@ -88,7 +89,7 @@ def caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 def completion_states(batch: Batch, states: Tensor) -> Tensor:
     """Select the hidden states that predict the completion tokens of a batch: [B, T, H].
 
-    `states`, [B, S, H], are those of prompts and completions.
+    `states`, [B, S, H], are the hidden states of prompts and completions, S tokens together.
     """
     start = batch["prompt_ids"].shape[1] - 1
     return states[:, start : start + batch["completion_ids"].shape[1]]
@@ -101,7 +102,7 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def usable_mask(batch: Batch) -> Tensor:
-    """Return a mask of the sampled tokens for which the sampler reported log-probs, as vLLM may not: [B, T] bool."""
+    """Return a mask of the sampled tokens whose log-probs were reported; vLLM can leave some out: [B, T] bool."""
     usable = loss_mask(batch) & batch["sampling_per_token_logps"].isfinite()
     if "jackpot_top_log_probs" in batch:
         usable &= ~batch["jackpot_top_log_probs"].isnan().any(-1)

@@ -5,7 +5,7 @@ w min(r A, clip(r) A), and every other loss of TRL is linear in the size of A to
 [B, T], and all else stays TRL's: data, generation, rewards, loss, optimizer, checkpoints and logs.
 
 Shapes: `B` sequences of a generation batch or of a micro-batch, `T` completion tokens, `K` entries of a top-k list;
-log-probs in nats.
+log-probs in nats. Z, which OBRS reads, is the sum over the vocabulary of min(p_sampler, p_policy / lam).
 """
 
 import math
@@ -61,9 +61,9 @@ from jackpot.training.objectives import policy_objective
 class _Lists(NamedTuple):
     """The top-k lists of a generation batch, as vLLM or a rollout function returns them for each completion."""
 
-    completion_ids: Sequence[Sequence[int]]  # ids of the sampled tokens, T each
-    ids: Sequence[Any]  # [T, K] each, most probable first
-    log_probs: Sequence[Any]  # [T, K] each
+    completion_ids: Sequence[Sequence[int]]  # ids of the sampled tokens, T for each completion
+    ids: Sequence[Any]  # token ids of each list, [T, K] for each completion, most probable first
+    log_probs: Sequence[Any]  # their log-probs, [T, K] for each completion
 
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
         """Return ids and log-probs as tensors [B, T, K], with zeros behind the end of a completion.
@@ -90,7 +90,7 @@ class _Lists(NamedTuple):
             )
 
         log_probs = [rows.masked_fill(rows <= MINUS_INFINITY, -math.inf) for rows in log_probs]
-        blank = torch.zeros(width, k)  # of the longest length, so that `pad_sequence` pads all to it
+        blank = torch.zeros(width, k)  # goes first, so that `pad_sequence` pads all to `width`, and is cut off again
         ids = pad_sequence([blank.long(), *ids], batch_first=True)[1:]
         return ids, pad_sequence([blank, *log_probs], batch_first=True)[1:]
 
@@ -119,7 +119,7 @@ class Correcting(_AnyTRLTrainer):
 
     @property
     def _reads_z(self) -> bool:
-        """Whether the correction reads the normalizer Z, for which it needs the sampler's top-k lists."""
+        """Whether the correction reads Z, which can only be estimated from the sampler's top-k lists."""
         return "z" in self._objective.correction.reads
 
     def _uniforms(self, mask: Tensor) -> Tensor:
@@ -127,7 +127,8 @@ class Correcting(_AnyTRLTrainer):
 
         The numbers are hashed from TRL's seed, the name of the batch, the process, the row and the column.
         """
-        name = self._names.next(self)[0].removeprefix("train/")
+        name, _ = self._names.next(self)
+        name = name.removeprefix("train/")
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
@@ -138,12 +139,20 @@ class Correcting(_AnyTRLTrainer):
         Args:
             with_z: whether Z is estimated; else it is 1.
         """
-        lam = self._objective.correction.lam
-        scores = OldLogProbs.of(token_scores(head, tokens, self._is_current(tokens), lam, "topk", None))
+        scores = OldLogProbs.of(
+            token_scores(
+                head,
+                tokens,
+                rollout_weights_are_current=self._is_current(tokens),
+                lam=self._objective.correction.lam,
+                normalizer="topk",
+                distill=None,
+            )
+        )
         return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Return a mask, [B, T] bool, of tokens whose sampler has not changed since it sampled them; here of none."""
+        """Return a mask, [B, T] bool, of tokens whose sampler still has the weights that sampled them; none here."""
         return torch.zeros_like(tokens.response_mask)
 
     def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
@@ -161,11 +170,11 @@ class Correcting(_AnyTRLTrainer):
         return measured_inputs(self._objective, replace(tokens, rollout_log_probs=rollout), old, now)
 
     def _correct(self, measured: Sequence[tuple[Batch, CorrectionInputs, Sums]]) -> None:
-        """Multiply the weights of batches into their advantages, and log the correction's metrics.
+        """Multiply the correction's weights into the advantages of batches, and log the correction's metrics.
 
         Args:
-            measured: batches, which are changed in place, with the inputs and sums of `_measured`. kappa is computed
-                from all of these batches and from those of all processes.
+            measured: batches, which are changed in place, with the inputs and sums of `_measured`. The factor
+                kappa of the weights is computed from all of these batches, in all processes.
         """
         objective, has_z = self._objective, self._reads_z
         totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in measured)))
@@ -197,7 +206,7 @@ class Correcting(_AnyTRLTrainer):
 
 
 def _first_entries(rows: Sequence[Sequence[Any]], k: int) -> list[list[Any]]:
-    """Return the first k entries for each token of a completion; a log-prob that vLLM did not report becomes NaN."""
+    """Return the first k ids, or log-probs, at each token of a completion; NaN stands for a missing log-prob."""
     first = []
     for entries in rows:
         first.append([math.nan if entry is None else entry for entry in entries[:k]])
@@ -211,9 +220,10 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     corrections that read Z (OBRS) it must return its top-k lists too: TRL's vLLM is asked for them; a `rollout_func`
     returns `top_ids` and `top_log_probs`, [T, K] for each completion, beside TRL's keys.
 
-    The factor kappa of a correction is computed from the generation batch of all processes. A correction that follows
-    the current policy (`target: new`, `proximal: new`) scores the micro-batches of a step again if the policy
-    has moved since they were generated, and computes kappa from them. An evaluation's loss is not corrected.
+    The factor kappa of a correction, the sum of acceptances over that of Z, is computed from the generation batch of
+    all processes. A correction that follows the current policy (`target: new`, `proximal: new`) scores the
+    micro-batches of a step again if the policy has moved since they were generated, and computes kappa from them. An
+    evaluation's loss is not corrected.
 
     Args:
         args, kwargs: arguments of TRL's trainer.
@@ -242,7 +252,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         refuse(arguments, self._correction_name, self._objective)
 
         num_top = NUM_TOP if num_top_log_probs is None else num_top_log_probs
-        is_cut = (arguments["args"].top_k or 0) > 1
+        is_cut = (arguments["args"].top_k or 0) > 1  # whether top_k cuts the distribution, and leaves several tokens
         if num_top_log_probs is not None and (arguments.get("rollout_func") or not (self._reads_z or is_cut)):
             raise ConfigError(
                 f"num_top_log_probs is {num_top_log_probs}, but only TRL's vLLM is asked for it, and only for a "
@@ -270,6 +280,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
         if self.use_vllm:
             check_server(getattr(self.vllm_generation, "vllm_client", None))
+            # Lists are needed for Z, and with top_k if they hold all tokens that top_k keeps (`_lists_support`).
             if self._reads_z or (is_cut and self.args.top_k <= num_top and not has_turns(arguments)):
                 generation = self.vllm_generation
                 generation.logprobs = num_top
@@ -277,7 +288,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
     @property
     def _follows(self) -> bool:
-        """Whether the weights depend on the current policy."""
+        """Whether the correction's weights depend on the current policy, so that they change with its steps."""
         return "new" in (self._objective.target, self._objective.proximal)
 
     def _call_rollout_func(self, rollout_func: RolloutFunc, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
@@ -285,7 +296,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         output = dict(rollout_func(prompts, trainer))
         ids, log_probs = output.pop("top_ids", None), output.pop("top_log_probs", None)
         if ids is not None and log_probs is not None:
-            self._lists = _Lists(output["completion_ids"], ids, log_probs)
+            self._lists = _Lists(completion_ids=output["completion_ids"], ids=ids, log_probs=log_probs)
         return output
 
     def _generate_by_vllm(self, generate: Callable[..., tuple], k: int, **arguments: Any) -> tuple:
@@ -295,13 +306,16 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         them. TRL takes the first entry of a position as the sampled token's, so TRL gets that token's entry alone.
         """
         prompt_ids, completion_ids, log_probs, ids = generate(**arguments)
-        top_ids = [_first_entries(rows, k) for rows in ids]
-        self._lists = _Lists(completion_ids, top_ids, [_first_entries(rows, k) for rows in log_probs])
+        self._lists = _Lists(
+            completion_ids=completion_ids,
+            ids=[_first_entries(rows, k) for rows in ids],
+            log_probs=[_first_entries(rows, k) for rows in log_probs],
+        )
 
         sampled = []
         for completion in zip(completion_ids, ids, log_probs, strict=True):
             tokens = zip(*completion, strict=True)
-            sampled.append([[entry_logs[entry_ids.index(token)]] for token, entry_ids, entry_logs in tokens])
+            sampled.append([[listed_log_probs[listed.index(token)]] for token, listed, listed_log_probs in tokens])
         return prompt_ids, completion_ids, sampled, ids
 
     def _generate_and_score_completions(self, inputs: list[Batch]) -> Batch:
@@ -325,7 +339,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
                 batch["old_per_token_logps"] = scores.old_log_probs
 
         self._corrected_at = self.state.global_step
-        self._correct([(batch, *self._measured(batch, scores, scores))])
+        self._correct([(batch, *self._measured(batch, old=scores, now=scores))])  # no update came between
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -376,7 +390,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         return on_support(output, heads, tokens, self.temperature) if self._lists_support(batch) else output
 
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
-        """Compute TRL's loss, whose log-probs `_get_per_token_logps_and_entropies` computes from the same batch."""
+        """Compute TRL's loss; meanwhile `_get_per_token_logps_and_entropies` finds the batch in `_loss_batch`."""
         self._loss_batch = inputs
         try:
             return super()._compute_loss(model, inputs)

@@ -55,8 +55,8 @@ from jackpot.training.joint_optimizer import JointOptimizer, next_distill_weight
 from jackpot.training.objectives import rollout_model_objective
 from jackpot.training.optimizer import ModelOptimizer
 
-_FOLDER, _STATE = "rollout_model", "rollout_model_optimizer"  # folders in a checkpoint of TRL's
-_CHECKED_AT_ONCE = 2**20  # most tokens of a micro-batch in engine checks: so many that each check is one micro-batch
+_FOLDER, _STATE = "rollout_model", "rollout_model_optimizer"  # folders of the rollout model in a checkpoint of TRL's
+_CHECKED_AT_ONCE = 2**20  # largest micro-batch of an engine check, tokens; no check has more, so none is split
 LOSSES = {  # by TRL's loss_type: how the rollout model's loss is averaged
     "grpo": "seq-mean-token-mean",
     "sapo": "seq-mean-token-mean",
@@ -81,8 +81,8 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
             {"learning_rate": 1e-6}, "share": 0.75}` (docs/settings.md). Without `optimizer` the model is frozen. A
             schedule of the share counts generation batches, and that of a learning rate ends at TRL's last step.
         engine: generates with the rollout model: an engine of ours, or the settings of an engine of transformers.
-        policy_engine: generates with the policy, its share of the rollouts and evaluations; None: the same settings as
-            `engine`. If these settings have `draft`, the rollout model drafts for the policy.
+        policy_engine: generates with the policy, in evaluations and where the policy has a share of the rollouts; None:
+            the settings of `engine`. If these settings have `draft`, the rollout model drafts for the policy.
         correction: settings of the correction of the policy's mismatch, as in `CorrectedGRPOTrainer`.
         num_top_log_probs: K that the engines are asked for.
 
@@ -113,9 +113,8 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         self._writers = Writers(self._config, of_user)
         self._rollout_optimizer: JointOptimizer | None = None
         self._step_sums: list[Sums] = []  # metrics of the micro-batches of the optimizer step in progress
-        self._policy_states: tuple[Batch, Tensor] | None = (
-            None  # the last micro-batch, and the policy's states [B, T, H]
-        )
+        # The newest micro-batch with the policy's hidden states on it, [B, T, H].
+        self._policy_states: tuple[Batch, Tensor] | None = None
         self._generated_by = Version(0, 0)  # steps of both models when the newest training batch was generated
 
         super().__init__(**arguments, rollout_func=self._writers, correction=correction)
@@ -129,7 +128,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         path = self._settings.path
         check_same_tokenizer(self.processing_class, load_tokenizer(path))
         self.rollout_model = load_model(path, torch.float32, self.accelerator.device)
-        # Both output layers must have the same rows: those that TRL's loss reads of the policy's.
+        # The rollout model's output layer is cut to as many rows (token ids) as the policy's, all of which TRL reads.
         cut_head(self.rollout_model, self._head.policy.out_features)
         if (rows := output_layer(self.rollout_model).out_features) < self._head.policy.out_features:
             raise ModelError(
@@ -193,14 +192,15 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         return response_hidden(self.rollout_model, tokens) if self._runs_both else None
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
+        # A model is current if it took no step since it generated, and its engine samples from its own distribution.
         then, now = self._generated_by, self.version
         rollout_model_is_current = self._writers.is_exact("rollout_model") and then.rollout_model == now.rollout_model
         if tokens.by_policy is None:
             return torch.full_like(tokens.response_mask, rollout_model_is_current)
 
         policy_is_current = self._writers.is_exact("policy") and then.policy == now.policy
-        of_row = torch.where(tokens.by_policy, policy_is_current, rollout_model_is_current)
-        return of_row[:, None].expand_as(tokens.response_mask)
+        row_is_current = torch.where(tokens.by_policy, policy_is_current, rollout_model_is_current)
+        return row_is_current[:, None].expand_as(tokens.response_mask)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does.
@@ -259,8 +259,14 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
             joint = joint_linear_head(*heads, tokens.at_sampled(tokens.response_ids), temperature=self.temperature)
             output = self._on_support(joint, heads, batch, tokens)
 
-        is_current = torch.zeros_like(tokens.response_mask)
-        scores = token_scores(output, tokens, is_current, self._objective.correction.lam, "topk", objective.distill)
+        scores = token_scores(
+            output,
+            tokens,
+            rollout_weights_are_current=torch.zeros_like(tokens.response_mask),
+            lam=self._objective.correction.lam,
+            normalizer="topk",
+            distill=objective.distill,
+        )
         old = OldLogProbs(
             old_log_probs=scores.log_probs.detach(),
             rollout_model_old_log_probs=batch["jackpot_rollout_model_old"],
@@ -374,7 +380,7 @@ def _run_settings(
         arguments: the arguments of TRL's trainer, by name.
 
     Returns:
-        The settings of the run, and among them those of the rollout model.
+        The settings of the run, and its `rollout_model` by itself, which is not None.
 
     Raises:
         ConfigError: settings do not fit each other, or are not supported inside TRL.
@@ -392,6 +398,7 @@ def _run_settings(
                 f"made here. Make the engine, such as VLLMEngine(path, settings, ...), and give that"
             )
 
+    # TRL has no iterations, and no prompts of a batch in our sense: 1 stands for both.
     run = {
         "seed": args.seed,
         "iterations": 1,

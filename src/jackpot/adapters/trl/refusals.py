@@ -17,14 +17,17 @@ _OF_RESPONSES = {"none", "seq_tis", "seq_mask", "geo_mask"}  # corrections that 
 
 
 def _refuse(reasons: Mapping[str, object]) -> None:
-    """Raise ConfigError with the first error text, a key of `reasons`, whose condition, the value, holds."""
+    """Raise ConfigError with the first error text in `reasons` whose condition is true.
+
+    `reasons` maps error texts to conditions.
+    """
     for why, holds in reasons.items():
         if holds:
             raise ConfigError(why)
 
 
 def has_turns(arguments: Mapping[str, Any]) -> bool:
-    """Return whether tools or environments write between a model's turns, of which TRL drops the top-k lists."""
+    """Return whether responses have several turns, with text of tools between them; TRL drops their top-k lists."""
     return bool(arguments.get("tools") or arguments.get("environment_factory"))
 
 
@@ -147,8 +150,9 @@ def check_server(client: Any) -> None:
 
 
 def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of TRL's trainer that a rollout model cannot be combined with, beside those of
-    `refuse`.
+    """Raise ConfigError for arguments of TRL's trainer that a rollout model cannot be combined with.
+
+    `refuse` refuses those that the correction cannot be combined with.
 
     Args:
         arguments: the arguments of TRL's trainer, by name.

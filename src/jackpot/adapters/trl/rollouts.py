@@ -47,11 +47,11 @@ class EngineRollouts:
         self._names = BatchNames()
 
     def __call__(self, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
-        """Return a completion for each prompt, as TRL and `CorrectedGRPOTrainer` take them.
+        """Generate a completion for each prompt; return them in the form that `CorrectedGRPOTrainer` takes.
 
         Raises:
             EngineError: the engine gave up a response.
-            ConfigError: TRL's settings of sampling have some that our engines do not have.
+            ConfigError: TRL's settings of sampling have one that our engines do not have.
         """
         if not isinstance(self._engine, Engine):
             self._engine = make_engine(*self._engine, trainer)
@@ -60,7 +60,7 @@ class EngineRollouts:
 
 
 class BatchNames:
-    """A counter that names the generation batches of a run; a resumed run gives the same names, evaluations or not."""
+    """A counter that names generation batches by optimizer step, so that a resumed run gives the same names again."""
 
     def __init__(self) -> None:
         # By kind of batch, train or eval: the optimizer steps before the newest batch, and the index of that batch
@@ -96,7 +96,7 @@ def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
-    """Return TRL's settings of sampling as ours.
+    """Convert TRL's settings of sampling to ours.
 
     Args:
         args: TRL's GRPOConfig.
@@ -154,6 +154,7 @@ def make_engine(
     tokenizer = trainer.processing_class
     check_same_tokenizer(tokenizer, load_tokenizer(path))
     model = load_model(path, DTYPES[settings.dtype], trainer.accelerator.device)
+    # Only token ids that TRL's model has can be sampled.
     cut_head(model, output_layer(plain_model(trainer.accelerator.unwrap_model(trainer.model))).out_features)
     ends = {*eos_token_ids(model), tokenizer.eos_token_id}  # pyright: ignore[reportUnhashable] (an id, and no list)
     return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=Version(0, 0), drafter=drafter)

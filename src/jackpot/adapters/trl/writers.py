@@ -62,7 +62,7 @@ class TwoModels:
         return not all(can_pack(self[role]) for role in ("policy", "rollout_model"))
 
     def __getitem__(self, role: Role) -> PreTrainedModel:
-        """Return a model of transformers, with layers of peft where TRL trains an adapter."""
+        """Return the model of a role, of transformers; with layers of peft where TRL trains an adapter."""
         trainer = self._trainer
         return trainer.rollout_model if role == "rollout_model" else plain_model(_unwrapped(trainer))
 
@@ -78,7 +78,7 @@ class TwoModels:
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        """Compute log-probs as `Learner.score` does, without dropout."""
+        """Compute a model's log-probs of batches, by name, as `Learner.score` does; dropout is off."""
         model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
             on_device = (batch_to(batch, accelerator.device) for batch in batches)
@@ -108,7 +108,7 @@ class Writers:
         self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
 
     def is_exact(self, role: Role) -> bool:
-        """Return whether a model in training has the distribution that its engine samples from, up to rounding."""
+        """Return whether a model's engine samples from the distribution that training computes, up to rounding."""
         if role not in self._engines:
             return False
         capabilities = self._engines[role].capabilities

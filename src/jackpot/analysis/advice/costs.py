@@ -9,7 +9,7 @@ from jackpot.models.cost import forward_cost
 
 
 def relative_costs(policy: PreTrainedModel, rollout_model: PreTrainedModel) -> Costs:
-    """Return what a token costs the rollout model over what it costs the policy; models may be on the meta device."""
+    """Divide the rollout model's costs of a token by the policy's; both models may be on the meta device."""
     return Costs(
         flops=forward_cost(rollout_model).per_token / forward_cost(policy).per_token,
         weights=rollout_model.num_parameters() / policy.num_parameters(),

@@ -16,22 +16,24 @@ from jackpot.core.statistics import Estimate, student_t
 from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 
 GROUPS = 20  # groups of prompts; the jackknife leaves out one group at a time for a standard error
-# Names of the sums over tokens, in their order in a tensor. docs/replay.md defines F, F_s, h, R and Z.
+# Names of the sums over tokens, in their order in a tensor, with the symbols of docs/replay.md, which defines them.
 COLUMNS = (
     "tokens",  # number of sampled tokens
     "factor",  # F, the correction's factor on the gradient
-    "square",  # F^2
-    "wrong",  # F_s times the total variation that the correction leaves
-    "trained",  # F_s
-    "elsewhere",  # max(0, h / E h - R): the part of a state's weight where the policy visits the state less often
+    "square",  # F^2, the square of that factor
+    "wrong",  # F_s (next line) times the total variation that the correction leaves
+    "trained",  # F_s, the mean of F over all tokens that the sampler could have sampled in the state
+    # max(0, h / E h - R): by how much a state has too much weight, where the policy visits it less often than the
+    # sampler. h is its weight under the correction, and R the policy's probability of the state over the sampler's.
+    "elsewhere",
     "overlap",  # Z at lam = 1: the probability that a draft is accepted
 )
-OVERLAP = COLUMNS.index("overlap")
+TOKENS, OVERLAP = COLUMNS.index("tokens"), COLUMNS.index("overlap")  # indices of two of these sums
 LEAST_WORTH = 0.3  # least effective share of tokens of any recommended correction, and least worth of the best one
 TIE_SHARE = 0.95  # share of the greatest worth that counts as a tie
 TIE_ERRORS = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # compared shares of the rollout model in the rollouts
-_SIMPLICITY = {  # rank of a correction, or of a correction and its proximal point: simple ones with small weights first
+_SIMPLICITY = {  # rank by name, or by name and setting `proximal`: simple corrections with small weights first
     name: rank
     for rank, name in enumerate(
         ("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo", "ipo")
@@ -44,7 +46,8 @@ Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 class Worth(NamedTuple):
     """The worth of a rollout of another model, in rollouts of the policy's own, and the three means that give it.
 
-    The fields are tensors of one shape. The worth is effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md).
+    The fields are tensors of one shape. The worth is effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md). F is
+    the factor of the correction on a token's gradient.
 
     Why: the best step along an estimate g of the gradient G gains <E g, G>^2 / E|g|^2. Noise of single rollouts makes
     up nearly all of E|g|^2, which is then proportional to E F^2. Of E g, the share 1 - elsewhere is in states that the
@@ -52,9 +55,9 @@ class Worth(NamedTuple):
     pushes the other way.
     """
 
-    effective: Tensor  # (E F)^2 / E F^2, the effective sample size as a share
+    effective: Tensor  # effective sample size as a share of the tokens: (E F)^2 / E F^2
     gap: Tensor  # mean over states of the total variation that the correction leaves
-    elsewhere: Tensor  # share of the states' weight that is in states which the policy visits less often
+    elsewhere: Tensor  # share of the states' weight that is too much: the policy visits those states less often
 
     @property
     def of_tokens(self) -> Tensor:
@@ -63,15 +66,16 @@ class Worth(NamedTuple):
 
     @property
     def value(self) -> Tensor:
-        """Return the worth if nothing is learned in states that the policy visits less often."""
+        """Return the worth if nothing is learned in states that the policy visits less often than the sampler."""
         return self.of_tokens * (1.0 - self.elsewhere).clamp(min=0.0).square()
 
 
 def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     """Compute the worth of a mixture: corrected rollouts of the rollout model, and the policy's own rollouts (F = 1).
 
-    With the fraction s, m = E F and q = E F^2, effective is (s m + 1 - s)^2 / (s q + 1 - s), and gap and elsewhere are
-    those of the rollout model times s m / (s m + 1 - s).
+    F is the correction's factor on a token's gradient. With the fraction s and the means m = E F and q = E F^2,
+    effective is (s m + 1 - s)^2 / (s q + 1 - s), and gap and elsewhere are those of the rollout model times
+    s m / (s m + 1 - s).
 
     Args:
         sums: [..., 7] sums over tokens of the rollout model, the COLUMNS.
@@ -104,7 +108,7 @@ def estimate(function: Callable[..., Tensor], *groups: Tensor) -> Estimate:
         groups: sums of each group of prompts, [G, 7]; with several tensors, row g of each is of the same prompts.
             Groups without a token do not count.
     """
-    used = [rows[groups[0][:, 0] > 0] for rows in groups]
+    used = [rows[groups[0][:, TOKENS] > 0] for rows in groups]
     totals = [rows.sum(0) for rows in used]
     count = len(used[0])
     value = float(function(*totals))
@@ -112,8 +116,8 @@ def estimate(function: Callable[..., Tensor], *groups: Tensor) -> Estimate:
         return Estimate(value, None)
 
     # The jackknife: the function of all groups but one, for each group.
-    without = function(*(total - rows for total, rows in zip(totals, used, strict=True)))
-    variance = (without - without.mean()).square().sum() * (count - 1) / count
+    without_one = function(*(total - rows for total, rows in zip(totals, used, strict=True)))
+    variance = (without_one - without_one.mean()).square().sum() * (count - 1) / count
     return Estimate(value, float(variance.sqrt()))
 
 
@@ -131,7 +135,7 @@ class JudgedCorrection:
 
     @property
     def kind(self) -> str:
-        """Return the correction's name, followed by its setting `proximal` if both together are in _SIMPLICITY."""
+        """Return the name of the correction; with its setting `proximal` where _SIMPLICITY ranks that pair."""
         at_point = f"{self.name} {self.settings.get('proximal')}"
         return at_point if at_point in _SIMPLICITY else self.name
 
@@ -156,17 +160,17 @@ class JudgedCorrection:
 
     @property
     def effective(self) -> Estimate:
-        """Return the effective sample size as a share of the tokens; unequal weights Z of states lower it too."""
+        """Return the effective sample size as a share of the tokens, which unequal weights of states lower too."""
         return estimate(lambda sums: worth_of(sums).effective, self.groups)
 
     @property
     def tv_after_correction(self) -> Estimate:
-        """Return the total variation that the correction leaves, given the state."""
+        """Return the total variation between corrected distribution and policy, as a mean over states."""
         return estimate(lambda sums: worth_of(sums).gap, self.groups)
 
     @property
     def elsewhere(self) -> Estimate:
-        """Return the share of states that the policy visits less often."""
+        """Return the share of states that the policy visits less often than the rollout model."""
         return estimate(lambda sums: worth_of(sums).elsewhere, self.groups)
 
 
@@ -210,7 +214,7 @@ class Costs(NamedTuple):
 class Generation(NamedTuple):
     """A way to generate rollouts with its worth and its costs.
 
-    A cost is the price of the progress that one rollout of the policy's own makes, over the price of that rollout.
+    A cost is that of as much progress as one rollout of the policy's own makes, in units of that rollout's cost.
     """
 
     label: str
@@ -247,18 +251,18 @@ def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
 
 
 def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
-    """Judge speculative decoding: the rollout model drafts for the policy, with the k that reads the fewest weights.
+    """Judge drafting by the rollout model, with the number of drafts a pass at which the fewest weights are read.
 
-    The policy verifies the drafts, so the rollout is the policy's own and worth 1. With k drafts before each pass,
-    accepted with probability alpha = mean Z, a pass gives n = (1 - alpha^(k+1)) / (1 - alpha) tokens. A token costs
-    (k + 1) (1 + c) / n FLOPs and (1 + k c) / n readings of the weights; c is the rollout model's cost over the
+    The policy verifies the drafts, so the rollout is the policy's own and worth 1. With k drafts before each pass, each
+    accepted with probability alpha (the mean of Z), a pass gives n = (1 - alpha^(k+1)) / (1 - alpha) tokens. A token
+    costs (k + 1) (1 + c) / n FLOPs and (1 + k c) / n readings of the weights; c is the rollout model's cost over the
     policy's.
     """
 
     def per_token(cost: float, drafts: int) -> Estimate:
         """Divide the cost of a pass with its drafts by the number of tokens that the pass gives."""
         return estimate(
-            lambda sums: cost / tokens_per_verification(sums[..., OVERLAP] / sums[..., 0], drafts),
+            lambda sums: cost / tokens_per_verification(sums[..., OVERLAP] / sums[..., TOKENS], drafts),
             groups,
         )
 
@@ -279,12 +283,12 @@ def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recommendation:
-    """The result of the rule, with everything from which it was derived."""
+    """The advice of the rule, with everything from which it was derived."""
 
     verdict: Conclusion
     correction: str | None  # label of the correction; None where none is recommended
     settings: dict[str, object]  # settings of `objective.correction` for a recipe; empty without a recommendation
-    lines: Mapping[str, str]  # the advice in sentences by their labels, at most five
+    lines: Mapping[str, str]  # the advice: a label and its text for each line, at most five lines
     measured_on: str  # text that says which tokens of which weights were judged
     candidates: tuple[JudgedCorrection, ...]
     generation: tuple[Generation, ...]  # empty if the models' costs are not known
@@ -413,7 +417,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
     corrected = [rival for rival in rivals if rival.advisable and rival.kind != "none"]
     best = sorted(corrected, key=lambda rival: rival.worth.value, reverse=True)[:1]
     worths = [f"{rival.label} {rival.worth.value:.2f}" for rival in (*none, *best)]
-    if best and best[0].worth.value > chosen.worth.value:
+    if best and best[0].worth.value > chosen.worth.value:  # `choose` took a simpler one, whose worth ties
         worths[-1] += ", a tie"
     if worths:
         text += f"; {', '.join(worths)}"
@@ -468,7 +472,7 @@ def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
         share = f"{any_state.flops_any_state.value:.0%}"
         text += f". If under-visited prefixes counted fully: {_instruction(any_state)}, {share}"
 
-    drafts = generation[-1]
+    drafts = generation[-1]  # speculative decoding is the last way, as `judge` lists them
     costs = {"weight reads": drafts.weights.value - 1.0, "FLOPs": drafts.flops.value - 1.0}
     changes = [f"{abs(change):.0%} {'more' if change > 0 else 'fewer'} {name}" for name, change in costs.items()]
     return {"Cheapest mix": text, f"With {drafts.label}": f"speculative decoding: {', '.join(changes)}, no bias"}

@@ -110,7 +110,8 @@ def make_runs(configs: Mapping[tuple[str, int], Config], folder: Path) -> list[A
         )
 
     runs = []
-    for (arm, seed), config in sorted(configs.items(), key=lambda item: item[0][1]):
+    for arm, seed in sorted(configs, key=lambda key: key[1]):  # by seed; within a seed in the order of the arms
+        config = configs[arm, seed]
         name = f"{arm}-seed{seed}"
         existing = RunFolder(folder / name)
         existing.check(config)

@@ -28,8 +28,8 @@ def train(run: ArmRun) -> None:
     """
     os.setsid()  # Ctrl-C in the terminal reaches the parent alone, which then sends one SIGTERM
     with run.log.open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        os.dup2(log.fileno(), 1)  # standard output
+        os.dup2(log.fileno(), 2)  # standard error
 
     # This process has inherited from the fork server that these signals are ignored; here they must act again.
     signal.signal(signal.SIGINT, signal.default_int_handler)

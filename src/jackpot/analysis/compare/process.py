@@ -31,7 +31,7 @@ class ArmRun:
     arm: str
     seed: int
     folder: Path  # run folder
-    log: Path  # standard output and standard error of the run's process
+    log: Path  # file with standard output and standard error of the run's process
     config: Config = field(compare=False)  # resolved settings, with seed, threads and iterations in them
 
     @property
@@ -54,7 +54,7 @@ def start_process(run: ArmRun) -> BaseProcess:
 
 
 def runs_at_once(configs: Iterable[Config]) -> int:
-    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores over a run's threads.
+    """Return how many runs the machine can take now: 1 where a GPU trains, else free cores / threads of a run.
 
     Raises:
         ConfigError: a run asks for a GPU and there is none.

@@ -76,6 +76,7 @@ def run_all(runs: Sequence[ArmRun], at_once: int, stop_rule: StopRule, listen: A
                     continue
 
                 children.remove(child)
+                # How the run ended: stopped by us, or by itself; None: it failed.
                 end = child.stop_reason or _how_ended(child)
                 if end is None:
                     failed[child.run] = _end_of_log(child.run)

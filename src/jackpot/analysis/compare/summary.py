@@ -40,9 +40,9 @@ class EvaluationPoint:
     training_flops: float  # FLOPs of training policy and rollout model
     seconds: float  # wall-clock time without evaluations, seconds
     cpu_seconds: float  # processor time of the run's own process without evaluations, seconds
-    policy_accuracy: float  # or the policy's mean reward, as `RunSummary.measure` says
-    rollout_model_accuracy: float | None  # or its mean reward; None where the policy generates its own rollouts
-    acceptance: float | None  # mean acceptance a(x) at the correction's lam
+    policy_accuracy: float  # accuracy of the policy, or its mean reward where `RunSummary.measure` is reward
+    rollout_model_accuracy: float | None  # the same of the rollout model; None where the run has none
+    acceptance: float | None  # mean acceptance probability of OBRS at the correction's lam
     kl: float | None  # KL(rollout model || policy), nats per token
     policy_accuracy_stderr: float | None = None  # standard error over problems; None in runs that did not log it
 
@@ -58,13 +58,13 @@ class RunSummary:
 
     arm: str
     seed: int
-    points: tuple[EvaluationPoint, ...]  # at least one
+    points: tuple[EvaluationPoint, ...]  # at least one evaluation, in their order
     iterations: int  # number of iterations in the settings
     problems: int  # number of problems in each evaluation
     collapse: Collapse | None
     settings: dict[str, Any]  # the resolved config
     environment: dict[str, Any]
-    measure: Measure = "accuracy"  # reward: the task has no verdict, and mean rewards stand in place of accuracies
+    measure: Measure = "accuracy"  # what `policy_accuracy` is; the mean reward for a task without a verdict
     sampling: str = "sampled"  # how the answers of evaluations were sampled, `Sampling.described`
 
     @property

@@ -1,4 +1,4 @@
-"""The first half of the table of rules: signs of a fault in the machine, engine, prompts, rewards or settings.
+"""The first half of the rules that diagnose a run: faults of the machine, engine, prompts, rewards or settings.
 
 The rules are in causal order, so that an earlier finding can cause a later one; the rules of `rules.py` follow.
 """

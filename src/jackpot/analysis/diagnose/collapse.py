@@ -38,12 +38,15 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
         config: settings of the run.
     """
     evaluated = evaluations(lines)
-    fall, why = fall_of(evaluated, problems_of(lines, config)), ""
+    fall = fall_of(evaluated, problems_of(lines, config))
     stopped = next((event for event in events if event["event"] == "stopped"), None)
     if stopped and not fall:  # a run that a guard stopped counts as collapsed, whatever its evaluations say
         accuracies = [accuracy for _, accuracy in evaluated] or [0.0]
-        fall, why = Fall(stopped["iteration"], accuracies[-1], max(accuracies)), f"stopped itself: {stopped['why']}"
-    if not fall:
+        why = f"stopped itself: {stopped['why']}"
+        fall = Fall(iteration=stopped["iteration"], accuracy=accuracies[-1], best=max(accuracies))
+    elif fall:
+        why = fall.why
+    else:
         return None
 
     findings = diagnose(lines, events, config).findings
@@ -53,5 +56,5 @@ def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config:
         accuracy=fall.accuracy,
         best=fall.best,
         first_sign=f"{first.metric} since {first.since}" if first else "",
-        why=why or fall.why,
+        why=why,
     )

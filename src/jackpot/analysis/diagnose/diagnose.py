@@ -33,7 +33,7 @@ class Finding:
     side: Literal["above", "below"]
     limit: float
     explanation: str  # what is wrong
-    suggestion: str  # what to do, the obvious first; settings in it exist in the run
+    suggestion: str  # what to do, the likeliest remedy first; names only settings that the run has
     source: str  # where the limit comes from
     look: str  # what to look at; RUN stands for the run's folder
 
@@ -50,11 +50,11 @@ class Diagnosis:
     looked_at: tuple[str, ...]  # metrics that at least one rule judged
     not_looked_at: dict[str, str]  # metrics that no rule judged, each with the reason
     explained: dict[str, str]  # metrics beyond a limit that are no finding, each with the settings that explain it
-    summary: str  # one paragraph
+    summary: str  # the diagnosis as text: one paragraph, or several lines for an unhealthy run
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """Return a sentence on the metrics that were judged, and one on the others for each reason why not."""
+        """Return a sentence on the metrics that were judged, then for each reason one on those that were not."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.not_looked_at.items():
             by_reason.setdefault(reason, []).append(name)
@@ -90,6 +90,7 @@ def diagnose(
     findings = tuple(by_metric.values())
 
     summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
+    # With quantized training, layers that the engine computes differently are named, if no finding names them.
     if config.trained_quantization and (layers := history.computed_differently()) and layers not in summary:
         summary += f" Engine and training are not in one flow, as precision {config.precision} asks{layers}."
 
@@ -133,7 +134,7 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
     if low == -math.inf and high == math.inf:
         return _Judgement(unseen="for its limit does not apply")
 
-    # From the newest value back to the last one within the limits: how long the rule has been broken.
+    # Go back from the newest window of values to the last window within the limits, or whose value settings explain.
     window = history.window(values)
     beyond: list[tuple[int, float]] = []  # (iteration, value), newest first
     explained = ""
@@ -143,22 +144,23 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
             break
         if explained := rule.explained_by(history.config, value):
             break
-        beyond.append((series[end - 1][0] if end > least else series[0][0], value))
+        iteration, _ = series[end - 1 if end > least else 0]
+        beyond.append((iteration, value))
 
     if not beyond:
         return _Judgement(explained=explained)
 
-    since, then = beyond[-1]
-    _, now = beyond[0]
+    since, first_value = beyond[-1]
+    _, newest_value = beyond[0]
 
     finding = Finding(
         group=rule.group,
         metric=rule.name,
         since=since,
-        then=then,
-        now=now,
-        side="above" if now > high else "below",
-        limit=high if now > high else low,
+        then=first_value,
+        now=newest_value,
+        side="above" if newest_value > high else "below",
+        limit=high if newest_value > high else low,
         explanation=rule.explanation + _details(rule, history),
         suggestion=_remedies(rule.suggestion, history.config),
         source=rule.source,
@@ -168,7 +170,7 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
 
 
 def _remedies(suggestion: str, config: Config) -> str:
-    """Drop the remedies with settings that the run does not have; keep all if none would remain."""
+    """Return a suggestion without remedies whose settings the run does not have; with all, if none would remain."""
     remedies = suggestion.split("; ")
     possible = [remedy for remedy in remedies if all(_has(config, path) for path in _SETTING.findall(remedy))]
     return "; ".join(possible or remedies)

@@ -26,14 +26,14 @@ def unexplained(config: Config, value: float) -> str:
 def by_rejection(limit: float) -> Explained:
     """Return an explanation of a low acceptance: the setting `budget`, or a `lam` above 1.
 
-    OBRS with lam divides the acceptance by at most lam.
+    OBRS accepts a token with the probability min(1, p_policy / (lam p_engine)), so lam divides it by at most lam.
 
     Args:
         limit: limit of the acceptance at lam = 1.
     """
 
     def explain(config: Config, value: float) -> str:
-        """Return the settings that explain `value`, as text; "" if none does."""
+        """Return the setting that explains an acceptance as low as `value`, as text; "" if none does."""
         correction = config.objective.correction
         budget = getattr(correction, "budget", None)
         if budget is not None:
@@ -54,7 +54,7 @@ def by_cap(*names: str) -> Explained:
     """
 
     def explain(config: Config, value: float) -> str:
-        """Return the settings that explain `value`, as text; "" if none does."""
+        """Return the settings that explain why many tokens are at the cap, as text; "" if none does."""
         correction = config.objective.correction
         if correction.name in _DROPPING:
             return f"objective.correction={correction.name}"
@@ -66,12 +66,12 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain why PPO clips the policy's ratio often, or never: with `proximal: rollout` it clips the mismatch."""
+    """Explain why PPO clips the policy's ratio often, or never: `proximal: rollout` makes it one to the sampler."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why PPO clips the rollout model's ratio often: with `proximal: rollout` it clips the mismatch."""
+    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it one to the sampler."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 
@@ -93,13 +93,13 @@ def by_capped_weights(config: Config, value: float) -> str:
 
 
 def by_truncation(config: Config, value: float) -> str:
-    """Explain why the engine's probabilities exceed training's: top-p or top-k took other tokens' probability."""
+    """Explain why probabilities of the engine exceed those of training: top-p or top-k cut other tokens off."""
     sampling = config.sampling
     return f"sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.truncated else ""
 
 
 def by_unused_z(config: Config, value: float) -> str:
-    """Explain why an uncertain Z does no harm: the correction does not use Z."""
+    """Explain why an uncertain estimate of Z, OBRS's normalizer, does no harm: the correction does not use Z."""
     correction = config.objective.correction
     uses_z = correction.name == "custom" or hasattr(correction, "normalizer") or "topk" in vars(correction).values()
     return "" if uses_z else f"objective.correction={correction.name}"

@@ -18,7 +18,7 @@ LEAST_ITERATIONS = 30  # iterations after the learning rate's warm-up until a po
 LEAST_MOVE = 1e-5  # least learning rate x steps to learn anything: about the distance that AdamW moves a weight
 LARGEST_ERROR = 0.04  # largest standard error of the difference of two accuracies that can show "learned nothing"
 LARGEST_ERROR_SHARE = 0.25  # the same limit as a share of the accuracy, for tasks of low accuracy
-RARE_REWARDS = 0.99  # share of groups that teach nothing, above which rewards are too rare in a run that begins so
+RARE_REWARDS = 0.99  # largest healthy share of groups without a signal in a run that begins with many of them
 CUT_SHARE = 0.3  # largest healthy share of responses that are cut at the limit
 CHANCE_ERRORS = 2.0  # standard errors beyond which a difference is not by chance
 FIRST_ITERATIONS = 2  # number of iterations whose mean reward is the level at the start if rewards fall at once
@@ -55,6 +55,7 @@ def _reward_levels(history: MetricHistory) -> list[Level]:
         return []
 
     # The standard error of a window's mean, from differences of successive iterations, which a trend hardly changes.
+    # The mean square of such a difference is twice the variance of one iteration.
     error = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(values)) / (2 * size))
     # Windows are counted back from the end, so the second may overlap the first.
     starts = [0, *range(len(values) % size or size, len(values), size)]
@@ -80,22 +81,23 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit of `unlearning_limit` for the run of `history`; None: it does not apply to this run."""
+        """Return the value below which this run has lost what it had learned; None: no limit applies to this run."""
         levels = levels_of(history, metric)
         if len(levels) < 2:
             return None
 
         first, last = levels[0], levels[-1]
-        best = max(levels[:-1])
+        best = max(levels[:-1])  # by the mean, a level's first field
         if metric == REWARDS and best.mean <= 0.0:  # half of a negative reward is no limit
             return None
-        errors = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
-        never_rose = best.mean <= first.mean + errors * _difference_error(first, best)
+        # As CHANCE_ERRORS, but for the best of several levels (Bonferroni).
+        errors_of_best = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
+        never_rose = best.mean <= first.mean + errors_of_best * _difference_error(first, best)
         if never_rose != at_once:
             return None
 
         below_first = first.mean - CHANCE_ERRORS * _difference_error(first, last)
-        below_best = best.mean - errors * _difference_error(best, last)
+        below_best = best.mean - errors_of_best * _difference_error(best, last)
         lost = max(below_first, below_best)
         return min(lost, COLLAPSED_BELOW * best.mean) if metric == REWARDS else lost
 
@@ -112,15 +114,15 @@ def learning_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit of `learning_limit` for the run of `history`; None: it does not apply to this run."""
+        """Return the value of the metric below which this run has learned nothing; None: no limit applies to it."""
         levels = levels_of(history, metric)
         if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
             return None
 
         # No level can be above 1, and another rule says more of a policy that has become worse.
         newest, error = levels[-1].mean, _difference_error(levels[0], levels[-1])
-        lost = [unlearning_limit(metric, at_once=at_once)(history, values) for at_once in (True, False)]
-        has_fallen = any(level is not None and newest < level for level in lost)
+        lost_limits = [unlearning_limit(metric, at_once=at_once)(history, values) for at_once in (True, False)]
+        has_fallen = any(lost is not None and newest < lost for lost in lost_limits)
         is_full = metric == EVALUATED[0] and levels[0].mean + error >= 1.0
         if has_fallen or is_full:
             return None
@@ -140,7 +142,7 @@ def _rewards_rise(history: MetricHistory) -> bool:
 
 
 def entropy_limit(history: MetricHistory, values: Values) -> float:
-    """Return a low limit of an entropy: a tenth of the entropy at the start, or a twentieth if the policy is better."""
+    """Return a low limit of an entropy: a tenth of the entropy at the start, or a twentieth if the policy improved."""
     return (0.05 if _has_risen(history) else 0.1) * at_start(history, values)
 
 
@@ -153,7 +155,7 @@ def sparse_limit(largest: float) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit of `sparse_limit` for the run of `history`; None: it does not apply to this run."""
+        """Return the largest share that is healthy in this run; None: no limit applies to this run."""
         if at_start(history, values) <= largest:
             return largest
         is_rare = fmean(values) > RARE_REWARDS and _is_late(history) and not _has_risen(history)
@@ -171,7 +173,7 @@ def unless_rewards_fell(limit: Limit) -> RunLimit:
     """Return a limit that applies only if the newest training rewards are at least as high as the first ones."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
-        """Return `limit` for the run of `history`; None if the run's training rewards have fallen, or are not known."""
+        """Return the limit that `limit` gives for this run; None if training rewards fell, or are not known."""
         rewards = [value for _, value in history.series(REWARDS)]
         applies = bool(rewards) and history.recent(REWARDS) >= rewards[0]
         if not applies:
@@ -182,18 +184,18 @@ def unless_rewards_fell(limit: Limit) -> RunLimit:
 
 
 def unlearning_limit_if_rewards_rose(metric: str, *, at_once: bool) -> RunLimit:
-    """Return `unlearning_limit` as a limit that applies only if the training rewards have risen meanwhile."""
+    """Return `unlearning_limit`, restricted to runs whose training rewards rose from the first to the newest."""
     limit = unlearning_limit(metric, at_once=at_once)
     return lambda history, values: limit(history, values) if _rewards_rise(history) else None
 
 
 def equal_rewards_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit just above 0 for the spread of mean rewards, if the mean reward was equal in all iterations."""
+    """Return a low limit just above 0 for max - min of the mean rewards if all iterations had the same mean reward."""
     return math.ulp(1.0) if max(values) == min(values) else None
 
 
 def paid_length_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return 1.3 times the response length at the start, if the reward pays for length and the policy is not better."""
+    """Return 1.3 times the response length at the start, if the reward pays for length and the policy got no better."""
     pays = history.recent("saved/length_reward") > 0.5 and not _has_risen(history)
     return 1.3 * at_start(history, values) if pays else None
 

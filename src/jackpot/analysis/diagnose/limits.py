@@ -18,12 +18,12 @@ AVERAGED_ITERATIONS = 20  # number of iterations over which acceptance and Z are
 CHANCE_ERRORS = 4.0  # standard errors beyond which a difference is not by chance
 ROUNDING = 1e-6  # rounding of acceptance and Z in float32
 LARGE_STEP_KL = 5e-3  # nats; mean KL(p_old || p_new) of a step above which some ratios are outside of a clip of 0.2
-SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) less than a tenth of the policy is on unseen tokens
+SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) a tenth of the policy's mass at most is on unseen tokens
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training| below which no correction mattered (docs/precision.md)
 PHASES = ("rollout", "score", "check", "train", "sync")  # phases that take about equally long in all iterations
-LEAST_DELAY = 5.0  # seconds beyond its median that make a phase slow
+LEAST_DELAY = 5.0  # seconds beyond its median duration, from which on a phase is slow
 LEAST_DELAY_ITERATIONS = 3.0  # the same delay in durations of a median iteration; the longer of both delays counts
-SHORTEST_MEDIAN = 1e-3  # seconds; a phase with a shorter median is divided by this duration
+SHORTEST_MEDIAN = 1e-3  # seconds; a phase's duration is divided by its median, or by this if the median is shorter
 
 MetricSeries = list[tuple[int, float]]  # (iteration, value)
 _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
@@ -33,7 +33,7 @@ class MetricHistory:
     """The values of all metrics over a run, from metrics.jsonl, events.jsonl and saved rollouts.
 
     Four metrics are derived here:
-    - `mismatch/prefix_ess` is the prefix ESS in the middle of a mean response.
+    - `mismatch/prefix_ess` is the effective sample size (ESS) of the prefixes up to the middle of a mean response.
     - `obrs/acceptance_error` is |acceptance - Z|, divided by what chance and the bounds of Z allow
       (`_add_acceptance_error`).
     - `seconds/slowest` is the longest delay of a phase so far: its duration over the phase's median (`_add_slowest`).
@@ -145,9 +145,9 @@ class MetricHistory:
 
 
 def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metric `mismatch/prefix_ess` of a line: the prefix ESS in the middle of a response of mean length.
+    """Return the metric `mismatch/prefix_ess` of a line: the effective sample size (ESS) of prefixes, mid-response.
 
-    The dict is empty if the line has no prefix ESS up to there.
+    It is the ESS at the last measured position before the middle of a mean response; {} without such a position.
     """
     middle = (line.get("response/tokens") or 0.0) / 2
     begins = {int(match[1]): name for name in line if (match := _PREFIX_ESS.match(name))}
@@ -222,8 +222,9 @@ def rounding_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit for the run of `history`; None if it does not apply."""
-        # Alike are engines without quantization or, if training is quantized, engines in its one format.
+        """Return the largest gap that rounding explains in this run; None if quantization explains more."""
+        # Engine and training compute alike if neither is quantized or, in quantized training, if all engines have one
+        # format in which they compute as training does.
         config, engines = history.config, _engines_of(metric, history.config)
         formats = {unified_formats(engine) for engine in (config.engine, *engines.values())}
         if config.trained_quantization:
@@ -239,10 +240,10 @@ def rounding_limit(metric: str) -> RunLimit:
 
 
 def if_kept_at_first(limit: RunLimit) -> RunLimit:
-    """Return a limit that applies only if the metric's first value kept it, so that the fault began later."""
+    """Return a high limit that applies only if the metric's first value is within it, so that the fault began later."""
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit for the run of `history`; None if it does not apply."""
+        """Return the high limit for this run; None if the first value is above it, or if `limit` gives none."""
         largest = limit(history, values)
         return largest if largest is not None and values[0] <= largest else None
 
@@ -315,7 +316,7 @@ def ratio_limit(distance: float) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the limit of `ratio_limit` for the run of `history`; None: it does not apply to this run."""
+        """Return the mean ratio beyond which this run is unsound; None: the models are too far apart for a limit."""
         deviation = max(abs(distance), CHANCE_ERRORS * history.recent("mismatch/ratio_stderr"))
         is_close = history.recent("mismatch/kl_policy_rollout") < SMALL_KL
         return 1.0 + math.copysign(deviation, distance) if is_close else None
@@ -345,7 +346,7 @@ def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def generation_batches_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit of the number of generation batches: one less than filtering allows; None without filtering."""
+    """Return a limit of the generation batches of an iteration: `max_num_gen_batches` - 1; None without filtering."""
     filtering = history.config.batch.filter_groups
     return filtering.max_num_gen_batches - 1 if filtering else None
 

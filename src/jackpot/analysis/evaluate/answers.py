@@ -1,7 +1,7 @@
-"""The scored responses of an evaluation on the disk.
+"""The scored responses of an evaluation on the disk, k to each problem of a set of problems.
 
-    NAME.jsonl      until the set is complete: one line for each response, appended as soon as it is scored
-    NAME.parquet    then: one row for each response, ordered by problem and sample; the lines are removed
+    NAME.jsonl      until all responses to the set NAME are scored: one line for each, appended as soon as it is scored
+    NAME.parquet    after that: one row for each, ordered by problem and sample; NAME.jsonl is removed
 
 A kill loses only responses that were not scored yet. It can tear the last line, whose response is then generated again.
 It cannot tear the table, which is renamed into place when its last byte is on the disk. Neither file is ever in memory
@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 SCHEMA = pa.schema(
     {
         "uid": pa.string(),  # id of the problem
-        "sample": pa.int32(),  # from 0 to k - 1
+        "sample": pa.int32(),  # number of the response to its problem, from 0 to k - 1
         "prompt": pa.string(),
         "answer": pa.string(),  # reference answer of the problem
         "response": pa.string(),
@@ -55,15 +55,15 @@ _FIELDS: dict[str, tuple[type, ...]] = {  # fields of a line of NAME.jsonl, with
     "finish": (str,),
     "reward_error": (str, type(None)),
 }
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 1024  # rows of the table that are in memory at a time, about
 _log = logging.getLogger(__name__)
 
 
 class AnswerFile:
-    """The file on disk with `k` scored responses to each problem of a set, which several processes may fill in turn."""
+    """The file with `k` scored responses to each problem of a set; processes may fill it one after the other."""
 
     def __init__(self, folder: Path, name: str, problems: int, k: int) -> None:
-        """Open the file of a set, and find the responses that are in it already.
+        """Open the file of a set of problems, and find the responses that are in it already.
 
         Args:
             folder: folder of the evaluation.
@@ -87,7 +87,7 @@ class AnswerFile:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the set is complete, which is when the table exists."""
+        """Return whether all responses are in the file: NAME.parquet is written only then."""
         return self.path.is_file()
 
     @property
@@ -96,12 +96,12 @@ class AnswerFile:
         return int(self._missing.size - self._missing.sum())
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Yield (index of the problem, sample) of every response that was not in the file when it was opened."""
+        """Yield (problem index, sample number) of every response that was not in the file when it was opened."""
         for index, sample in np.argwhere(self._missing):
             yield int(index), int(sample)
 
     def add(self, answers: Iterable[tuple[int, int, ScoredResponse]]) -> None:
-        """Append scored responses, each as (index of the problem, sample, response).
+        """Append scored responses, each as (problem index, sample number, response).
 
         Raises:
             CheckpointError: the disk does not take the lines; earlier lines stay whole.
@@ -199,7 +199,7 @@ class AnswerFile:
 
 
 def read_outcomes(path: Path) -> ResponseOutcomes:
-    """Read the verdicts, rewards, lengths and ends of all responses in the table of a set, [problems, k] each.
+    """Read NAME.parquet: verdict, reward, length, end and scoring error of each response, as arrays [problems, k].
 
     Raises:
         CheckpointError: the table does not exist or has another schema version.
@@ -216,7 +216,9 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
 
     k = int(about[b"k"])
     has_verdict = table["correct"].null_count < len(table)
-    words = {name: table[name].fill_null("").to_numpy().astype(str).reshape(-1, k) for name in columns[3:]}
+    words = {
+        name: table[name].fill_null("").to_numpy().astype(str).reshape(-1, k) for name in ("finish", "reward_error")
+    }
 
     return ResponseOutcomes(
         correct=table["correct"].fill_null(False).to_numpy().reshape(-1, k) if has_verdict else None,
@@ -248,7 +250,7 @@ def _whole_size(path: Path) -> int:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (first byte, text) of every line of a file; nothing where the file does not exist."""
+    """Yield (byte offset, text) of every line of a file; nothing where the file does not exist."""
     if path.exists():
         offset = 0
         with path.open("rb") as file:
@@ -258,7 +260,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _key(text: bytes) -> tuple[int, int]:
-    """Return (index of the problem, sample) of a line; (-1, -1) for a line whose fields are not exactly `_FIELDS`."""
+    """Return (problem index, sample number) of a line; (-1, -1) for a line whose fields are not exactly `_FIELDS`."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -270,7 +272,8 @@ def _key(text: bytes) -> tuple[int, int]:
     return (line["number"], line["sample"]) if fits else (-1, -1)
 
 
-_DIGESTED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # weights, configs, tokenizer, chat template
+# Endings of the files that are hashed: weights, configs, tokenizer, chat template.
+_DIGESTED = (".json", ".safetensors", ".model", ".txt", ".jinja")
 
 
 def model_digest(path: str | Path) -> str:

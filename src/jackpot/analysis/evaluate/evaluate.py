@@ -135,7 +135,7 @@ def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> Bench
 
 
 def evaluation_tasks(config: BenchmarksConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Task]:
-    """Make one task for each set of an evaluation, by the name under which the results of the set stand."""
+    """Make one task for each set of problems in an evaluation, by the name of the set in files and results."""
     tasks = make_sets([name for name in config.benchmarks if name != OWN], tokenizer, config)
     if config.task and OWN in config.benchmarks:
         tasks[OWN] = make_task(config.task, tokenizer)
@@ -199,7 +199,7 @@ def _open_benchmark(name: str, task: Task, limit: int | None) -> _Benchmark:
     Args:
         name: name of the set.
         task: task with the problems of the set.
-        limit: most problems that are taken; None: all, and ENDLESS of a generated set.
+        limit: most problems that are taken; None: all, or the first ENDLESS of a set that is generated without end.
     """
     available = task.size("test")
     size = limit or available or ENDLESS
@@ -262,8 +262,8 @@ def _answer(
     began = time.monotonic()
     fresh = tokens = 0
     servers = len(config.engine.urls) if isinstance(config.engine, ServerEngineConfig) else 1
-    most = config.engine.max_num_seqs * servers
-    for responses in generate_and_score(engine, benchmark.task, tokenizer, requests(), most):
+    most_at_once = config.engine.max_num_seqs * servers
+    for responses in generate_and_score(engine, benchmark.task, tokenizer, requests(), most_at_once):
         file.add((*under_way.pop(response.rollout.uid), response) for response in responses)
         fresh += len(responses)
         tokens += sum(len(response.rollout.token_ids) for response in responses)
@@ -302,7 +302,7 @@ def _write_record(
 
     if before := _read_record(path):
         # Not compared are sets that the earlier process did not have, and a task that it did not read.
-        old_data = {name: before["data"].get(name, identity) for name, identity in data.items()}
+        old_data = {name: before["data"].get(name, new_data) for name, new_data in data.items()}
         old_asked = before["asked"] if OWN in before["data"] else before["asked"] | {"task": settings["task"]}
         old, new = _decisive(before | {"asked": old_asked, "data": old_data}), _decisive(record)
         if differences := list(map(str, changes(old, new))):
@@ -351,7 +351,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return those settings and digests of a record that responses and scores depend on, by dotted key."""
     free = tuple(f"{key}." for key in changeable(BenchmarksConfig))  # prefixes of keys that may change
-    free += () if OWN in record["data"] else ("task.",)
+    free += () if OWN in record["data"] else ("task.",)  # only the problems of OWN come from the task
     decisive = {key: value for key, value in flat(record["asked"]).items() if not f"{key}.".startswith(free)}
     return decisive | {key: record[key] for key in _KEYS}
 

@@ -45,7 +45,7 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
     checkpoint = newest_checkpoint(run, config)
     before, after = config.model_paths(), config.model_paths(checkpoint.folder)
     tokenizer, device = load_tokenizers(before), pick_device(config.device)
-    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # a server holds one model, and up to four are read
+    settings = TransformersEngineConfig(dtype=config.engine.dtype)  # not a server's engine: up to four models are read
 
     with closing(run_task(config, before, tokenizer)) as task:
         prompts = [task.prompt("test", index) for index in range(problems)]

@@ -30,7 +30,7 @@ FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerScores:
-    """The scores of one response by the learner, whose distribution is q; nats.
+    """The scores that the learner gives to one response, from its distribution q of each next token; in nats.
 
     An engine that scores single tokens gives `log_probs` alone, and the other fields are None.
     """
@@ -69,7 +69,7 @@ def learner_model(
 def learner_scores(
     model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float, autocast: torch.dtype | None = None
 ) -> Iterator[LearnerScores]:
-    """Yield the model's scores of each rollout, in the rollouts' order, at the rollout's `top_ids`.
+    """Yield the model's scores of each rollout, in their order; `top_log_probs` are those at the rollout's `top_ids`.
 
     A mixture of experts runs over one rollout at a time, so that its experts are recorded token by token.
 
@@ -107,7 +107,7 @@ def learner_scores(
 
 
 def _columns(log_probs: Tensor, ids: Tensor, top_ids: Tensor) -> tuple[Tensor, ...]:
-    """Compute the columns of `LearnerScores` from the learner's whole distributions at n tokens.
+    """Compute all fields of `LearnerScores` but `experts` from the learner's whole distributions at n tokens.
 
     Args:
         log_probs: [n, V] log q.
