@@ -385,7 +385,7 @@ class Config(Strict):
             return []
 
         lam = self.draft.lam if self.draft else 1.0
-        drafting = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the engine that drafts
+        verifying = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the policy's engine
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # key
         can_stay = model is not None and not model.is_mixed  # this model generates all rollouts
         is_frozen = can_stay and model is not None and model.optimizer is None  # and its weights are fixed
@@ -400,8 +400,8 @@ class Config(Strict):
             ),
             (
                 lam < 1.0,
-                f"normalizer 'exact' takes p_inf from training, but {drafting}.draft.lam {lam:g} samples from another "
-                f"distribution; use {drafting}.draft.lam=1, or normalizer: topk",
+                f"normalizer 'exact' takes p_inf from training, but {verifying}.draft.lam {lam:g} samples from another "
+                f"distribution; use {verifying}.draft.lam=1, or normalizer: topk",
             ),
             (
                 quantized,

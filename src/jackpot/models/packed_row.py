@@ -14,8 +14,8 @@ from torch import Tensor
 from jackpot.core.types import AttentionBlock, PackedRow
 
 BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
-# Most different lengths between which `_split` may cut the sequences into blocks; if sequences have more lengths than
-# that, the lengths are first rounded up.
+# Most different lengths between which `_split` may cut the sequences into blocks: all lengths are first rounded up to
+# multiples of a step that leaves no more.
 MAX_LENGTHS = 48
 
 

@@ -100,8 +100,9 @@ class ColumnPairs:
                 f"shifted back). Shift it by one and replay again"
             )
 
-        is_unrelated = abs(unshifted) < UNRELATED_CORRELATION and bool(engine.std() > 0.0) and bool(policy.std() > 0.0)
-        if self._one_model and is_unrelated:
+        # Along a dimension a constant column has a standard deviation of exactly 0; over a whole tensor it may not.
+        vary = bool((torch.stack([engine, policy]).std(-1) > 0.0).all())
+        if self._one_model and vary and abs(unshifted) < UNRELATED_CORRELATION:
             return (
                 f"{self._engine} and {self._policy} have nothing to do with each other (correlation {unshifted:.2f}): "
                 f"they are of other tokens or weights, or logits were taken one position too late"
