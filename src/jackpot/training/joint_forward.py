@@ -155,7 +155,7 @@ class JointForward:
     def weights_are_current(self, batch: TokenBatch) -> Tensor:
         """Mark the tokens whose model still has the weights that sampled them: [B, T] bool.
 
-        False for all tokens of an engine that quantizes or truncates.
+        False for all tokens of an engine that quantizes, truncates, or computes in another dtype than training.
         """
         generator = "rollout_model" if self.is_separate else "policy"
         is_exact: bool | Tensor = generator in self._options.exact_engines

@@ -30,8 +30,8 @@ class LearnerOptions:
     """Whether both models' log-probs are renormalized on the tokens that a truncated sampler kept, which its lists
     name. Entropies and divergences stay those of the whole vocabulary."""
     exact_engines: Collection[Role] = ()
-    """Models whose engine samples from the weights that it is sent, neither quantized nor truncated. So their forward
-    pass in training gives the distribution p_inf that the engine samples from."""
+    """Models whose engine samples from the weights that it is sent, in training's dtype, neither quantized nor
+    truncated. So their forward pass in training gives the distribution p_inf that the engine samples from."""
     is_mixed: bool = False
     """Whether the policy generates some of the rollouts beside a rollout model."""
     autocast: torch.dtype | None = None

@@ -106,7 +106,7 @@ def test_the_kernel_is_chosen_by_the_device(monkeypatch):
 
 def test_auto_takes_the_eager_reader_where_triton_cannot_run(monkeypatch):
     class WithoutCompiler(reader.TorchReader):
-        def read(self, *_):
+        def read(self, *_, **__):
             raise RuntimeError("Failed to find C compiler\nand a long trace")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # a GPU is not asked for
