@@ -19,8 +19,7 @@ train: $(VENV)/ready
 test: $(VENV)/ready  # in two processes; with ARGS in one, as -s, -x and --pdb need it
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/check_docs --ignore tests/mutants)
-	$(if $(ARGS),,$(MAKE) --no-print-directory check-docs)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist worksteal --ignore tests/mutants)
 
 quick: $(VENV)/ready  # formulas, settings and models in one process, within a minute: while you work
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m '$(FAST)' tests/core tests/config tests/objectives tests/models $(ARGS)

@@ -25,8 +25,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start processes with `process`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes with `process`, where `-m` asks: to find them takes seconds."""
+    if "process" not in config.option.markexpr:
+        return
     from helpers.processes import starts_processes  # after the line above that has its asserts rewritten
 
     for item in items:

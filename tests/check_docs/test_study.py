@@ -38,6 +38,7 @@ def test_the_page_is_what_its_generator_writes() -> None:
     assert study_page.PAGE.read_text() == study_page.page(study.committed())
 
 
+@pytest.mark.slow
 def test_committed_runs_are_of_one_digest_and_its_plan() -> None:
     committed = study.committed()
     finished = {panel: committed.read(panel) for panel in ("tuning", *study.PANELS)}
@@ -221,6 +222,7 @@ def test_costs_count_until_the_accuracy_is_reached(whole: "study.Study") -> None
     assert study_page.ratio_text((0.5, 1.0, 2.0)) == "1.00 [0.18, 5.59]"
 
 
+@pytest.mark.slow
 def test_a_page_draws_one_picture(whole: "study.Study", tmp_path: Path) -> None:
     runs = [*whole.read("first"), *whole.read("gap")]
     study_page.draw(tmp_path / "study.png", [study_page.Arms(runs, name) for name in study_page.PAIRS])

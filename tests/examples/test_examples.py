@@ -144,6 +144,7 @@ def test_replay_knows_a_runs_own_correction() -> None:
     assert own.name == "custom" and own.objective.correction.formula.__name__ == "soft_cap"
 
 
+@pytest.mark.slow
 def test_shrink_makes_a_smaller_model_that_is_nearer(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Two of three layers, whose distance from the policy shrinks in a few steps."""
     small = ("iterations=4", "batch.prompts=8", "evaluation={every: 4, problems: 2}", "threads=1")

@@ -81,6 +81,7 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     assert changed == [f"ranks 2 -> {ranks}"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_an_error_in_time(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = small_config(SHORT, "iterations=500", "placement.timeout=5")
@@ -88,6 +89,7 @@ def test_a_rank_that_stands_still_is_an_error_in_time(tmp_path: Path) -> None:
     assert ended.codes == [2, -signal.SIGKILL] and "rank 0 lost another rank in command " in ended.printed[0]
 
 
+@pytest.mark.slow
 def test_a_signal_ends_all_ranks_after_a_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
 

@@ -85,6 +85,7 @@ def test_every_trained_model_is_checkpointed_and_no_other() -> None:
         assert layers and all(isinstance(layer.forward, partial) for layer in layers)
 
 
+@pytest.mark.slow
 def test_a_run_learns_the_same_with_checkpointed_activations(tmp_path) -> None:
     """Up to rounding: a group's prompt is read once without, and with each response with it. The policy has an adapter,
     the rollout model has none."""

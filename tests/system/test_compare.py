@@ -60,6 +60,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return cwd / "runs" / "compare-quickstart", output
 
 
+@pytest.mark.slow
 def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, str]) -> None:
     folder, output = compared
     for name in ("obrs-seed1", "obrs-seed2", "on_policy-seed1", "on_policy-seed2"):
@@ -82,6 +83,7 @@ def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, s
     assert "Policy by sequences generated" in page_data(folder / "comparison.html")
 
 
+@pytest.mark.slow
 def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     files = ("eval/iteration-000000-policy.jsonl", "rollouts/iteration-000002.parquet")
@@ -93,6 +95,7 @@ def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
     assert trained[0] == trained[1] and len(set(trained[0])) == 4
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_run_again(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     before = (folder / "comparison.json").read_bytes(), (folder / "obrs-seed1" / "metrics.jsonl").stat().st_mtime_ns
@@ -103,6 +106,7 @@ def test_what_is_done_is_not_run_again(compared: tuple[Path, str]) -> None:
     assert before == after
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_before_anything_runs(compared: tuple[Path, str]) -> None:
     folder, _ = compared
     code, _, error = compare("--arms", "obrs", *TINY, "batch.prompts=8", cwd=folder.parent.parent)

@@ -47,6 +47,7 @@ def healthy(tmp_path_factory) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_no_tool_calls_a_unified_run_broken(healthy):
     found = diagnosis(healthy)
     assert (found["verdict"], found["findings"]) == ("no finding", [])

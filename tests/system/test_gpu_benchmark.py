@@ -32,6 +32,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_check_says_whether_the_numbers_of_the_device_are_right(gpu, tmp_path, monkeypatch, capsys):
     """One row of it; that all are right on a CPU is what its exit code says below."""
     from gpu_parts import check

@@ -72,6 +72,7 @@ def test_the_tokens_of_every_set_count_as_evaluation(trained) -> None:
     assert line["tokens/evaluate"] == pytest.approx(sums)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_evaluates_the_same(tmp_path: Path) -> None:
     config = small_config(*BRIEF, "evaluation.k=2", *SETS)
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)

@@ -120,6 +120,7 @@ def test_a_restart_does_not_learn_that_an_engine_is_wrong():
             evidence.add(*batch(constant(0.3), [1] * 40), 0.005)
 
 
+@pytest.mark.slow
 def test_an_engine_that_breaks_late_and_deep_stops_the_run(tmp_path, monkeypatch):
     """From the fourth batch on, after the tokens that a quick check reads; the checkpoint before it stays the last."""
     monkeypatch.setattr(guards, "QUICK_TOKENS", 16)  # 4 tokens of 4 responses

@@ -86,6 +86,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
     assert not torch.allclose(alone["policy"], parameters(one_learner(), "policy"))
 
 
+@pytest.mark.slow
 def test_a_rank_with_a_full_disk_costs_the_checkpoint_alone(tmp_path: Path) -> None:
     """Rank 1 has no room until it builds its learner anew."""
     save_models(tmp_path)
@@ -171,6 +172,7 @@ def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
     assert all(map(torch.equal, torch.load(tmp_path / "led.pt", weights_only=True), wanted))
 
 
+@pytest.mark.slow
 def test_a_leader_may_pause_and_is_noticed_where_it_stands_still(tmp_path: Path) -> None:
     """A pause is longer than a rank waits for a sign of life."""
 

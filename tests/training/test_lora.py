@@ -136,6 +136,7 @@ def test_the_seed_of_the_run_decides_the_adapters() -> None:
     assert not torch.equal(first(0, "policy"), first(0, "rollout_model"))
 
 
+@pytest.mark.slow
 def test_a_run_is_not_continued_beside_another_base(tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(starter_path("policy"), base)

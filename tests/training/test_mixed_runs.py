@@ -18,6 +18,7 @@ LINEAR = OptimizerConfig(learning_rate=5e3, eps=1e4, max_grad_norm=1e6)  # steps
 ANNEALED = "rollout_model.share={schedule: linear, hold: 1, until: 4}"
 
 
+@pytest.mark.slow
 def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
     brief = (SHORT, "iterations=2", "evaluation.problems=2")
     on_policy = small_config(*brief, "policy.optimizer.learning_rate=2e-4", arm="on_policy")

@@ -219,6 +219,7 @@ def check_continued(overrides: tuple[str, ...], saved_by: int, ranks: tuple[int,
     return [one["files"] for one in before]
 
 
+@pytest.mark.slow
 def test_what_two_ranks_save_continues_in_one_process(folder, tmp_path):
     files = check_continued((PREPASS,), 2, (1,), folder, tmp_path)
     for rank, own in enumerate(files):

@@ -107,6 +107,7 @@ def test_an_engine_that_died_asleep_is_started_at_the_waking(pool, links) -> Non
     assert links["fork 1"].child is not None and tokens(engine.generate(WANTED)) == expected
 
 
+@pytest.mark.slow
 def test_to_sleep_waits_for_a_process_that_is_being_started(folder: Path, new_folder: Path) -> None:
     """It would take memory that others are about to use."""
 

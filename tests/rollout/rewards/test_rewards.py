@@ -418,6 +418,7 @@ for word in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_workers_outlive_ctrl_c_and_end_with_a_killed_parent(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}

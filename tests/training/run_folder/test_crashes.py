@@ -77,6 +77,7 @@ def test_links_lead_to_what_is_left_when_the_best_is_corrupt(finished_run: Finis
     assert (checkpoints / "best").readlink().name == "step-2"  # the first one evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["state.pt"])
 def test_a_run_with_only_corrupt_checkpoints_is_refused(file: str, finished_run: FinishedRuns, tmp_path: Path) -> None:
     config = small_config(SHORT, "checkpoint.every=1")
@@ -153,6 +154,7 @@ def test_the_second_ctrl_c_counts_where_sigint_was_ignored(tmp_path: Path) -> No
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_that_stays_is_told_and_counted(tmp_path: Path, monkeypatch) -> None:
     """As on a network file system while somebody reads it."""
 

@@ -97,6 +97,7 @@ def test_the_best_policy_is_not_lost_by_a_write_that_failed(tmp_path, monkeypatc
     assert best[0] == best[1] and len(events(tmp_path / "failed", "checkpoint_failed")) == 1
 
 
+@pytest.mark.slow
 def test_a_run_continues_after_a_last_checkpoint_that_failed(whole, tmp_path) -> None:
     config = small_config(*OVERRIDES)
     with pytest.raises(CheckpointError, match=r"Free space there and run the same command.* iteration 2"):
@@ -107,6 +108,7 @@ def test_a_run_continues_after_a_last_checkpoint_that_failed(whole, tmp_path) ->
     assert_same_but_for_failures(whole, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_never_fitted_begins_anew(whole, tmp_path, caplog) -> None:
     config = small_config(*OVERRIDES, "iterations=2")
     with pytest.raises(CheckpointError, match="the same command: it begins again"), largest_file(NO_CHECKPOINT):
@@ -122,6 +124,7 @@ def test_a_run_whose_checkpoints_never_fitted_begins_anew(whole, tmp_path, caplo
     assert before.keys() - kept.keys() == {"environment.json"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_fitted_after_failures_is_missed(tmp_path: Path) -> None:
     config = small_config(*OVERRIDES)
     run_limited(config, tmp_path, NO_CHECKPOINT, after=0, until=2, kill_after=4)
@@ -134,6 +137,7 @@ def test_a_checkpoint_that_fitted_after_failures_is_missed(tmp_path: Path) -> No
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_the_count_of_failures_survives_a_kill(tmp_path: Path) -> None:
     config = small_config(*OVERRIDES, "iterations=3")
     run_limited(config, tmp_path, NO_LINE, after=0, until=1, kill_after=2)

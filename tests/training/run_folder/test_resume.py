@@ -56,7 +56,10 @@ REGIMES = {
     ),
     "quantized writer": ("engine.quantization=fp8", "engine.kv_cache_dtype=fp8", "evaluation.engine=transformers"),
 }
-DEAR = ("one-pass kappa, iteration", "lora on policy, quantized", "quantized writer")  # much of them is in others
+DEAR = (  # much of them is in others
+    *("one-pass kappa, iteration", "stale, dynamic", "frozen policy"),
+    *("lora on both, gae", "lora on policy, quantized", "quantized writer"),
+)
 
 
 @pytest.mark.parametrize(
