@@ -49,7 +49,7 @@ def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None 
 
 
 def read_foreign(path: Path, largest: float = LARGEST_TEXT, inside: Path | None = None) -> bytes:
-    """Return the content of a file; arguments and errors as of `open_foreign`."""
+    """Return the content of a file; the arguments and the errors are those of `open_foreign`."""
     with open_foreign(path, largest, inside) as file:
         content = file.read(-1 if largest == float("inf") else int(largest) + 1)
     if len(content) > largest:  # some files, as in /proc, report a size of 0
@@ -58,7 +58,7 @@ def read_foreign(path: Path, largest: float = LARGEST_TEXT, inside: Path | None 
 
 
 def check_foreign(path: Path, inside: Path | None = None) -> Path:
-    """Check a file that a library will open by itself, and return its path; errors as of `open_foreign`."""
+    """Check a file that a library will open by itself, and return its path; raise the errors of `open_foreign`."""
     open_foreign(path, inside=inside).close()
     return path
 
@@ -84,7 +84,7 @@ class Expansion:
 
     Args:
         path: path of the compressed file.
-        times: how many times the file's size may come out of it; ALWAYS_EXPANDED bytes may in any case.
+        times: the limit as a multiple of the file's size; up to ALWAYS_EXPANDED bytes are allowed in any case.
     """
 
     def __init__(self, path: Path, times: int = MOST_EXPANSION) -> None:
@@ -115,7 +115,7 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
         columns: names of the columns to read, as far as the file has them; None: all.
 
     Raises:
-        ForeignFileError: as of `open_foreign`, or all rows take more than MOST_REPETITION times the file's size.
+        ForeignFileError: as in `open_foreign`, or all rows take more than MOST_REPETITION times the file's size.
         pyarrow.ArrowException, OSError: the file is damaged.
     """
     from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]  # the rest of this module does without it
