@@ -124,7 +124,8 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
     footer = file.metadata
     paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
     encoded = parquet.ParquetFile(path, read_dictionary=paths)  # has each text once, however many rows repeat it
-    # Count the bytes of all row groups as the footer states them, and those of the batches as they turn out.
+    # Both must stay below the limit: the bytes of all row groups as the footer states them (`stored`), and those of the
+    # batches as they turn out (`yielded`).
     stored, yielded = (Expansion(path, MOST_REPETITION) for _ in range(2))
 
     for index in range(footer.num_row_groups):
@@ -135,9 +136,11 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
 
         # Estimate the bytes of the largest row. Its texts are at most the dictionaries of all texts, which come with
         # the first row of `encoded`; where texts are not in dictionaries, the mean row has to do.
-        texts = sum(row.nbytes for row in islice(encoded.iter_batches(1, [index], columns), 1))
+        single_rows = encoded.iter_batches(batch_size=1, row_groups=[index], columns=columns)
+        texts = sum(row.nbytes for row in islice(single_rows, 1))
         largest = max(texts, size // max(group.num_rows, 1), 1)
 
-        for batch in file.iter_batches(min(MOST_ROWS, max(LARGEST_BATCH // largest, 1)), [index], columns):
+        rows = min(MOST_ROWS, max(LARGEST_BATCH // largest, 1))
+        for batch in file.iter_batches(batch_size=rows, row_groups=[index], columns=columns):
             yielded.add(batch.nbytes)
             yield batch

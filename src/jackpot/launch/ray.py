@@ -68,8 +68,13 @@ class RankActor:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        gpus = list(map(str, ray.get_gpu_ids()))
-        return Spot(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, gpus, os.getpid())
+        return Spot(
+            node=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            port=port,
+            gpus=list(map(str, ray.get_gpu_ids())),
+            pid=os.getpid(),
+        )
 
     def work(
         self, environment: dict[str, str], folder: str, function: Callable[..., Any], *arguments: Any
