@@ -72,7 +72,7 @@ def construct_correction(settings: PolicyCorrection) -> CorrectionFn:
     formula = dppo_topk if getattr(settings, "divergence", None) == "topk" else CORRECTIONS[settings.name]
     # Those parameters of the formula that are no tensors have the names of settings.
     arguments = {name: getattr(settings, name) for name in signature(formula).parameters if name not in TENSORS}
-    return ByFormula(formula, arguments, getattr(settings, "lam", LAM), _kappa_timing(settings))
+    return ByFormula(formula, arguments, lam=getattr(settings, "lam", LAM), kappa=_kappa_timing(settings))
 
 
 def make_correction(correction: str | Formula | type[CorrectionFn], **settings: Any) -> CorrectionFn:
@@ -94,7 +94,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
     """
     if not isinstance(correction, str):
         return _custom(correction, settings)
-    try:  # the refusal ends with the settings to write, and is completed here
+    try:  # the refusal's text ends with the settings to write; the text below adds where
         refuse_with_proximal(correction)
     except ValueError as error:
         raise ConfigError(f"{error} in a recipe, and the point as `proximal_log_probs` here") from None
@@ -134,7 +134,10 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
 
 
 def _kappa_timing(settings: PolicyCorrection) -> Kappa:
-    """Return when in an optimizer step a correction needs kappa: "none", "prepass" or "auto" (`CorrectionFn.kappa`)."""
+    """Return when in an optimizer step a correction needs kappa, OBRS's factor on Z: none, prepass or auto.
+
+    `CorrectionFn.kappa` explains the values.
+    """
     if not isinstance(settings, ZCorrection):
         return "none"
     if settings.kappa != "auto":
@@ -161,8 +164,8 @@ def correct(
 ) -> Corrected:
     """Compute the weights and the acceptance mask of rollouts that another distribution than the policy sampled.
 
-    A correction with the factor kappa computes kappa from the tokens of this call. So call `correct` with a whole
-    optimizer step, or with one micro-batch after the other and `kappa="none"`.
+    A correction with kappa, OBRS's factor on Z, computes it from the tokens of this call. So call `correct` with a
+    whole optimizer step, or with one micro-batch after the other and `kappa="none"`.
 
     Args:
         correction: a name such as "obrs", "tis" or "icepop" (docs/corrections.md); or your own correction, as
@@ -170,8 +173,9 @@ def correct(
         rollout_log_probs: [B, T] nats, log-probs of the sampled tokens that the sampling engine computed.
         target_log_probs: [B, T] nats, log-probs of the policy: before the update (`old_log_probs`) or now.
         response_mask: [B, T] bool, True where a token was sampled; other entries of the tensors are ignored.
-        z: [B, T] in [0, min(1, 1 / lam)], Z of every position (`estimate_z`, or `obrs.exact_z`) at the same lam; read
-            by obrs and its parts, and by dppo with `divergence="topk"`.
+        z: [B, T] in [0, min(1, 1 / lam)], Z of every position at the same lam, the probability that OBRS accepts a
+            token there (`estimate_z`, or `obrs.exact_z`); read by obrs and its parts, and by dppo with
+            `divergence="topk"`.
         advantages: [B, T]; read by the corrections that look at their sign: prefix, f_tis, dppo.
         proximal_log_probs: [B, T] nats, log-probs that PPO's ratio is taken from; None: `target_log_probs`.
         uniforms: [B, T] in [0, 1), the random numbers that decide which tokens are rejected; None: drawn from `seed`.
@@ -230,7 +234,7 @@ def correct_unchecked(
     estimate = z if isinstance(z, obrs.ZEstimate) else None
     present = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     inputs = _inputs(present, response_mask, estimate, seed)
-    totals = measured(correction, inputs)  # sums over the tokens, from which kappa follows
+    totals = measured(correction, inputs)  # sums over the tokens, from which kappa, the factor on Z, follows
     result = correction.apply(inputs, totals)
 
     summary = correction_summary(result, inputs, totals, has_z=z is not None)
@@ -256,7 +260,8 @@ def _inputs(
     Args:
         tensors: arguments of `correct` that are tensors, by name.
         mask: [B, T] bool, the response mask.
-        estimate: estimate of Z; None: `tensors` has the exact Z, or the correction does not read Z.
+        estimate: estimate of Z, the probability that OBRS accepts a token at a position; None: `tensors` has the
+            exact Z, or the correction does not read Z.
         seed: seed of uniforms that `tensors` lacks.
     """
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -277,7 +282,7 @@ def _inputs(
 
 
 def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
-    """Return a random number for every token, [B, T] float64 in [0, 1), hashed from the seed, response and column.
+    """Return a random number in [0, 1) for every token, [B, T] float64: a hash of seed, response and column.
 
     Responses are told apart by the bits of their rollout log-probs, as `correct` gets no ids of responses.
     """

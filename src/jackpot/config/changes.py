@@ -42,12 +42,12 @@ def changes(old: Any, new: Any, key: str = "") -> Iterator[Change]:
 
 @cache
 def changeable(kind: type[BaseModel]) -> frozenset[str]:
-    """Return the dotted keys of all settings below a class of settings that are marked with `MAY_CHANGE`."""
+    """Return the dotted keys of those settings in a class, and in its blocks, that are marked with `MAY_CHANGE`."""
     return frozenset(key for key, field in fields_below(kind) if MAY_CHANGE in field.metadata)
 
 
 def fixed_changes(kind: type[BaseModel], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Return the refused changes between two mappings, which are those of settings without the mark `MAY_CHANGE`."""
+    """Return which settings differ and must not: those that the class `kind` does not mark with `MAY_CHANGE`."""
     return [change for change in changes(old, new) if change.key not in changeable(kind)]
 
 
@@ -57,7 +57,7 @@ def settings_of(config: BaseModel) -> dict[str, Any]:
 
 
 def falling_rates(config: Config) -> list[str]:
-    """Return the keys of the schedules that depend on the number of iterations, such as `policy.optimizer.schedule`."""
+    """Return the keys of the learning-rate schedules that depend on `iterations`, e.g. `policy.optimizer.schedule`."""
     models = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
     optimizers = {role: settings.optimizer for role, settings in models.items() if settings}
     falling = [role for role, optimizer in optimizers.items() if optimizer and optimizer.schedule != "constant"]

@@ -287,7 +287,7 @@ class Config(Strict):
         return self.rollout_model is not None and self.rollout_model.is_mixed
 
     def uses_rollout_model(self, iteration: int) -> bool:
-        """Return whether an iteration needs a rollout model: it generates now or later, drafts, or is trained alone."""
+        """Tell whether an iteration needs the rollout model: it generates now or later, drafts, or is trained alone."""
         model = self.rollout_model
         follows = self.policy.optimizer is None or self.draft is not None
         return model is not None and (follows or model.is_used(iteration))
@@ -322,7 +322,7 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric to show of KL(sampler || policy): from sampled tokens if a rollout engine is quantized."""
+        """Name the metric that shows KL(sampler || policy): one of sampled tokens if a rollout engine is quantized."""
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
@@ -386,11 +386,11 @@ class Config(Strict):
 
         lam = self.draft.lam if self.draft else 1.0
         verifying = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the policy's engine
-        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # key
-        can_stay = model is not None and not model.is_mixed  # this model generates all rollouts
-        is_frozen = can_stay and model is not None and model.optimizer is None  # and its weights are fixed
-        stays = is_frozen or (can_stay and model is not None and model.update == "iteration")  # fixed in an iteration
-        remedies = ["use target: old", "normalizer: topk", *(["rollout_model.update: iteration"] if can_stay else [])]
+        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # its key
+        writes_all = model is not None and not model.is_mixed  # the rollout model generates all rollouts
+        is_frozen = writes_all and model is not None and model.optimizer is None  # no step changes its weights
+        stays = is_frozen or (writes_all and model is not None and model.update == "iteration")  # fixed in an iteration
+        remedies = ["use target: old", "normalizer: topk", *(["rollout_model.update: iteration"] if writes_all else [])]
 
         return [
             (
@@ -467,10 +467,10 @@ class Config(Strict):
         """Refuse engines that cannot serve both models, and drafts or sampling filters that an engine cannot have."""
         engine, evaluation_engine = engines = self.engine, self.evaluation.engine or self.engine
         _, evaluation_draft = drafts = [getattr(engine, "draft", None) for engine in engines]
-        fits = self.rollout_model and evaluation_draft and engine.name == evaluation_engine.name
-        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]
-        without = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
-        sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"
+        fits = self.rollout_model and evaluation_draft and engine.name == evaluation_engine.name  # can draft
+        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]  # of `engines`, as far as given
+        remedy = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
+        sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"  # key of the settings `filtered`
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
         filtered = next((kind for kind in (self.sampling, self.evaluation_sampling) if kind.truncated), None)
 
@@ -479,7 +479,7 @@ class Config(Strict):
                 any(drafts) and not (fits and self.is_mixed),
                 "engine.draft has the rollout model draft the rollouts that the policy generates, which needs a "
                 "rollout_model with a share below 1, and for both one kind of engine, transformers or vllm, the "
-                f"policy's with draft; set {'rollout_model.share=0.0, for all of them, or ' if fits else ''}{without}",
+                f"policy's with draft; set {'rollout_model.share=0.0, for all of them, or ' if fits else ''}{remedy}",
             ),
             (
                 filtered and any(engine.name == "sglang_server" for engine in engines),

@@ -1,8 +1,8 @@
-"""Settings of the corrections, one class each, chosen by name.
+"""Settings of the corrections, by name; rho is the ratio p_target / p_inf of a token, R its product over a response.
 
 A setting is the argument of the same name of the formula in `objectives/corrections/`; docs/corrections.md has formulas
-and biases. In the docstrings below, rho = p_target / p_inf is the ratio of a sampled token, R the product of rho over a
-response, and Z = sum min(p_inf, p_target / lam) over the vocabulary.
+and biases. In the docstrings below, p_inf is the probability with which the engine sampled a token, p_target that of
+the policy which the rollouts are aligned to, and Z = sum min(p_inf, p_target / lam) over the vocabulary.
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ class TISCorrection(Strict):
 
 
 class _BandCorrection(Strict):
-    """A correction that keeps tokens or responses whose ratio, rho or one made of R, lies from `low` to `high`."""
+    """A correction that keeps tokens or responses whose ratio (rho, R, or a root of R) lies from `low` to `high`."""
 
     proximal: Proximal = "old"
     low: NonNegative
@@ -189,7 +189,7 @@ class DPPOCorrection(Strict):
 
 
 class TargetCorrection(Strict):
-    """A correction whose `target` the user can choose: OBRS, the parts of OBRS, and custom corrections."""
+    """A correction with the setting `target`, the policy to align rollouts to: OBRS, its parts, and custom ones."""
 
     proximal: AnyProximal = "old"
     target: Literal["old", "new"] = "old"
@@ -198,7 +198,7 @@ class TargetCorrection(Strict):
 
 
 class _LamCorrection(TargetCorrection):
-    """A correction that compares the rho of a token with the setting `lam`."""
+    """A correction that compares the ratio rho of each token with the setting `lam`."""
 
     lam: Finite = LAM
     """lambda of OBRS: a token is accepted with probability min(1, rho / lam), so a larger one rejects more."""

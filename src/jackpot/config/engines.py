@@ -164,7 +164,7 @@ class ServerEngineConfig(_Engine):
     @model_validator(mode="before")
     @classmethod
     def _check_draft(cls, block: Any) -> Any:
-        """Refuse the setting `draft`, which other engines have, with the reason."""
+        """Refuse the setting `draft`, which servers lack and other engines have, with the reason."""
         if isinstance(block, dict) and "draft" in block:
             raise ValueError(
                 "draft is not for servers, whose draft model would keep the weights that it started with; take "
@@ -240,8 +240,8 @@ def cache_format(engine: "EngineConfig", device: str) -> str | None:
 def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
     """Return (`number_formats`, `dtype`) of an engine whose log-probs training can compute bit for bit; else None.
 
-    Two engines with equal formats, or an engine and training, compute alike. An engine without quantized activations,
-    or with other kernels than those of training, has None.
+    Two engines with equal formats, or an engine and training, compute alike. The result is None for an engine that
+    drafts, whose activations are not quantized, or whose kernels are not those of training.
     """
     if not isinstance(engine, TransformersEngineConfig) or engine.quantization not in TRAINED_QUANTIZATION.values():
         return None

@@ -56,10 +56,10 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
 
 
 def _label(key: str, value: str, known: Sequence[str]) -> str:
-    """Join a setting's name and value. The name is the shortest end of `key` that stands for `key` alone (`_owner`)."""
+    """Join a setting's name and value. The name is the shortest ending of `key`, such as `lam`, that means `key`."""
     words = key.split(".")
     names = [".".join(words[start:]) for start in reversed(range(len(words)))]
-    name = next((name for name in names if _owner(name, known) == key), key)
+    name = next((name for name in names if _owner(name, known) == key), key)  # the first that means `key`
     return f"{name}{value}" if _is_number(value) and not name[-1].isdigit() else f"{name}={value}"
 
 
@@ -69,7 +69,10 @@ def _is_number(value: str) -> bool:
 
 
 def _owner(name: str, known: Sequence[str]) -> str | None:
-    """Return the known key that `name`, the end of a key, stands for; None for no key, or several outside `_FIRST`."""
+    """Return the known key that `name` means: the key of this name, or else one that ends in it; None if it means none.
+
+    Of several keys that end in `name`, it means the first in the blocks `_FIRST`, and none if all are outside of them.
+    """
     if name in known:
         return name
     ending = [key for key in known if key.endswith(f".{name}")]

@@ -57,7 +57,7 @@ class PublishedRow(Strict):
 
 
 class PublishedTable(Strict):
-    """The rows that a recipe repeats of one table of a paper. Accuracies are in percent."""
+    """Those rows of one table of a paper that a recipe repeats. Accuracies are in percent."""
 
     paper: Paper
     """Short name of the paper."""

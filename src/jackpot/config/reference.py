@@ -31,8 +31,8 @@ _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """What one class of settings says of a key, for one command. Several classes, such as those of engines, may have
-    the same key."""
+    """A key as one class of settings defines it, for one command. Several classes, such as those of the engines, may
+    define the same key."""
 
     key: str
     command: str  # train, eval or mismatch
@@ -76,7 +76,7 @@ class Setting:
 
     @property
     def resume(self) -> str:
-        """Say whether the setting may change when a run or evaluation continues; empty if no command continues."""
+        """Say whether the setting may change when a run or evaluation continues; empty if only `mismatch` has it."""
         continued = [use.may_change for use in self.uses if use.command in CONTINUED]
         return ("may change" if any(continued) else "must stay the same") if continued else ""
 
@@ -122,7 +122,7 @@ def settings(*commands: str) -> dict[str, Setting]:
 
 
 def own_settings(command: str) -> tuple[list[Setting], list[str]]:
-    """Return the settings that a command has and `jackpot train` lacks, and in short those that both have.
+    """Return the settings that a command has and `jackpot train` lacks, and shortened keys of those that both have.
 
     Two settings count as the same where one class defines both, whatever their keys and defaults.
 
@@ -191,7 +191,8 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
         # What every `Use` of this field has in common; each `use(...)` below adds the rest.
         use = partial(Use, **shared, default=_default(field), meaning=meaning, may_change=MAY_CHANGE in field.metadata)
 
-        # Yield the field as a setting, unless its only values are a block or null.
+        # Yield the field as a setting, unless its only values are a block or null. A field marked `Differences` states
+        # differences from the block `same_as`.
         same_as = next((mark.key for mark in field.metadata if isinstance(mark, Differences)), "")
         values = [f"settings of {same_as}"] if same_as else _values(field.annotation, field.metadata)
         is_choice = name == "name" and not field.is_required()  # the name that chooses this class: listed once, below
@@ -278,4 +279,6 @@ def _yaml(value: Any) -> str:
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, re.Pattern):
         return value.pattern
-    return str(value).replace("inf", ".inf") if isinstance(value, float) else str(value) or '""'  # no text
+    if isinstance(value, float):
+        return str(value).replace("inf", ".inf")
+    return str(value) or '""'  # an empty text needs its quotes

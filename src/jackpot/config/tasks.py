@@ -138,7 +138,7 @@ class DataConfig(Strict):
 
 
 def _by_source(value: Any) -> Any:
-    """Expand `train: gsm8k` to `train: {source: gsm8k}`, also where `merge` has expanded it to `{name: gsm8k}`."""
+    """Expand `train: gsm8k` to `train: {source: gsm8k}`, also from `{name: gsm8k}`, the form that `merge` gives it."""
     if isinstance(value, str):
         return {"source": value}
     if isinstance(value, Mapping) and "name" in value and "source" not in value:
@@ -175,7 +175,7 @@ class RewardConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         changed = {key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default}
-        limits = changed - {"name", "weight"}  # settings that only functions of your own have
+        limits = changed - {"name", "weight"}  # of the given settings, those that only functions of your own have
         return [
             (
                 ":" not in self.name and limits,
@@ -270,7 +270,7 @@ class MathConfig(QuestionConfig):
     leaves of the context and of batch.micro_batch_tokens, which is the limit of larger numbers too."""
 
     def sources(self, split: Literal["train", "test"]) -> Sequence[DataConfig]:
-        """Return the sources of a split, one or more, as a sequence in every case."""
+        """Return the data sets that a split's problems come from, as a sequence even where there is only one."""
         sources = getattr(self, split)
         return sources if isinstance(sources, tuple) else (sources,)
 

@@ -25,7 +25,7 @@ class Seconds(NamedTuple):
     processor: float = 0.0  # processor time of all threads of this process, seconds
 
     def plus(self, seconds: "Seconds", times: float = 1.0) -> "Seconds":
-        """Return this time plus `times` times another; -1 subtracts the other."""
+        """Return this time plus the time `seconds` multiplied by `times`; with -1 the difference of both."""
         return Seconds(self.wall + times * seconds.wall, self.processor + times * seconds.processor)
 
 
@@ -63,14 +63,15 @@ class Clock:
                 stage(self._open[-1])
 
         # Count the duration of this phase without that of its inner phases, which have counted themselves. For the
-        # phase around this one, the whole duration is that of an inner phase.
+        # phase around this one, the whole duration is that of an inner phase. `plus` with -1.0 subtracts.
         duration = _now().plus(begin, -1.0)
         self._seconds[phase] = self._seconds.get(phase, Seconds()).plus(duration).plus(self._inner, -1.0)
         self._inner = inner_before.plus(duration)
 
     def take(self) -> dict[str, Seconds]:
         """Return the time of each phase since the last call, and start again from 0."""
-        # The time since the last call that no phase has counted belongs to the phase `other`.
+        # The time since the last call that no phase has counted belongs to the phase `other`. `plus` with -1.0
+        # subtracts.
         now = _now()
         outside = now.plus(self._begin, -1.0)
         for seconds in self._seconds.values():
@@ -83,4 +84,4 @@ class Clock:
 
 def _now() -> Seconds:
     """Read the wall clock and the processor clock; only the difference of two readings has a meaning."""
-    return Seconds(time.perf_counter(), time.process_time())
+    return Seconds(wall=time.perf_counter(), processor=time.process_time())

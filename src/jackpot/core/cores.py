@@ -40,7 +40,7 @@ def free_cores() -> int:
 
 
 def busy_cores(before: str, after: str, cores: Container[int]) -> float:
-    """Return how many of `cores`, in fractions, were busy between two readings of the text of /proc/stat.
+    """Return how many of `cores`, a fractional number, were busy between two readings of the text of /proc/stat.
 
     A core that the host gave to another virtual machine counts as busy.
     """
@@ -73,7 +73,8 @@ def pick_threads(setting: int | Literal["auto"]) -> int:
     """Return the number of CPU threads: for `auto` the number of free cores, shared by the ranks on this machine.
 
     Beside another busy process, training with one thread more than there were free cores was 10 times slower. Where
-    cores are busy, `auto` looks again after two seconds, since a process may just be ending, and warns if it is not.
+    cores are busy, `auto` looks again after two seconds, since a process may just be ending, and warns if cores are
+    still busy then.
     """
     if setting != "auto":
         return setting

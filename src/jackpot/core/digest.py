@@ -78,13 +78,14 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dty
 
 
 def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute the sum s_r (see `WeightsDigest`) of each row of a tensor: [rows] int64 on the tensor's device.
+    """Compute the weighted sum s_r (see `WeightsDigest`) of each row of 4096 words of a tensor's bytes: [rows] int64.
 
-    An empty tensor has no rows.
+    The sums are on the tensor's device. An empty tensor has no rows.
     """
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS
-    chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)  # of `rows` rows each, the last is shorter
+    # Each chunk has `rows` rows of `_ROW` words of `_WORD` bytes; the last one may be shorter.
+    chunks = tensor.reshape(-1).split(rows * _ROW * _WORD // dtype.itemsize)
 
     # All chunks share this memory, as new memory costs page faults: `cast` for a chunk of another dtype, `products` for
     # its words, whose number is rounded up. The first chunk is the longest.
@@ -99,9 +100,9 @@ def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _chunk_sums(words: Tensor, keys: Tensor, products: Tensor) -> Iterator[Tensor]:
-    """Yield the sums s_r of the whole rows of `words`, [W] int32, then that of a last, shorter row, if there is one.
+    """Yield the weighted sums of the whole rows of `words`, [W] int32, then that of a last, shorter row, if any.
 
-    `products` is memory to work in, at least [W] int64.
+    A row has 4096 words; its sum is s_r in `WeightsDigest`. `products` is memory to work in, at least [W] int64.
     """
     whole = len(words) - len(words) % _ROW  # number of words in whole rows
     terms = products[: len(words)].copy_(words)
@@ -126,6 +127,9 @@ def _words(chunk: Tensor) -> Tensor:
 
 @cache
 def _keys(device: torch.device) -> Tensor:
-    """Return the keys k: [4096] odd int64. They never change, since saved digests depend on them."""
+    """Return the odd numbers by which the words of a row are multiplied: [4096] int64, the keys k of `WeightsDigest`.
+
+    They never change, since saved digests depend on them.
+    """
     keys = array("q", shake_256(b"jackpot: weights digest").digest(8 * _ROW))
     return torch.tensor(keys, dtype=torch.int64, device=device) | 1

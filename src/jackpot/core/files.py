@@ -96,10 +96,10 @@ class AppendedFile:
         self.waiting = b""  # records that could not be written yet
 
     def append(self, record: bytes) -> None:
-        """Write the waiting records and `record`.
+        """Write the records that could not be written before, then `record`.
 
         Raises:
-            OSError: the records cannot be written now. The file is as before, and all records wait.
+            OSError: the records cannot be written now. The file is as before, and all records wait for the next call.
         """
         self.waiting += record
         with self.path.open("ab", buffering=0) as file:
@@ -166,7 +166,7 @@ def hold_lock(path: Path) -> IO[str]:
 
 
 def _in_use(file: IO[str], path: Path) -> CheckpointError:
-    """Close a lock file, and return the error that another process uses its folder; the file's content names it."""
+    """Close a lock file, and return the error that the process named in the file uses the file's folder."""
     file.seek(0)
     holder = file.read().strip() or "another process"
     file.close()

@@ -49,7 +49,7 @@ def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None 
 
 
 def read_foreign(path: Path, largest: float = LARGEST_TEXT, inside: Path | None = None) -> bytes:
-    """Return the content of a file; arguments and errors as of `open_foreign`."""
+    """Return the content of a file; the arguments and the errors are those of `open_foreign`."""
     with open_foreign(path, largest, inside) as file:
         content = file.read(-1 if largest == float("inf") else int(largest) + 1)
     if len(content) > largest:  # some files, as in /proc, report a size of 0
@@ -58,7 +58,7 @@ def read_foreign(path: Path, largest: float = LARGEST_TEXT, inside: Path | None 
 
 
 def check_foreign(path: Path, inside: Path | None = None) -> Path:
-    """Check a file that a library will open by itself, and return its path; errors as of `open_foreign`."""
+    """Check a file that a library will open by itself, and return its path; raise the errors of `open_foreign`."""
     open_foreign(path, inside=inside).close()
     return path
 
@@ -84,7 +84,7 @@ class Expansion:
 
     Args:
         path: path of the compressed file.
-        times: how many times the file's size may come out of it; ALWAYS_EXPANDED bytes may in any case.
+        times: the limit as a multiple of the file's size; up to ALWAYS_EXPANDED bytes are allowed in any case.
     """
 
     def __init__(self, path: Path, times: int = MOST_EXPANSION) -> None:
@@ -115,7 +115,7 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
         columns: names of the columns to read, as far as the file has them; None: all.
 
     Raises:
-        ForeignFileError: as of `open_foreign`, or all rows take more than MOST_REPETITION times the file's size.
+        ForeignFileError: as in `open_foreign`, or all rows take more than MOST_REPETITION times the file's size.
         pyarrow.ArrowException, OSError: the file is damaged.
     """
     from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]  # the rest of this module does without it
@@ -124,7 +124,8 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
     footer = file.metadata
     paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
     encoded = parquet.ParquetFile(path, read_dictionary=paths)  # has each text once, however many rows repeat it
-    # Count the bytes of all row groups as the footer states them, and those of the batches as they turn out.
+    # Both must stay below the limit: the bytes of all row groups as the footer states them (`stored`), and those of the
+    # batches as they turn out (`yielded`).
     stored, yielded = (Expansion(path, MOST_REPETITION) for _ in range(2))
 
     for index in range(footer.num_row_groups):
@@ -135,9 +136,11 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
 
         # Estimate the bytes of the largest row. Its texts are at most the dictionaries of all texts, which come with
         # the first row of `encoded`; where texts are not in dictionaries, the mean row has to do.
-        texts = sum(row.nbytes for row in islice(encoded.iter_batches(1, [index], columns), 1))
+        single_rows = encoded.iter_batches(batch_size=1, row_groups=[index], columns=columns)
+        texts = sum(row.nbytes for row in islice(single_rows, 1))
         largest = max(texts, size // max(group.num_rows, 1), 1)
 
-        for batch in file.iter_batches(min(MOST_ROWS, max(LARGEST_BATCH // largest, 1)), [index], columns):
+        rows = min(MOST_ROWS, max(LARGEST_BATCH // largest, 1))
+        for batch in file.iter_batches(batch_size=rows, row_groups=[index], columns=columns):
             yielded.add(batch.nbytes)
             yield batch

@@ -19,7 +19,7 @@ from jackpot.core.statistics import Estimate
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum the entries where `mask` is True: a scalar in float64. Entries outside it are ignored, NaN included."""
+    """Sum the `values` at which `mask` is True: a float64 scalar. All other values are ignored, NaN included."""
     return torch.where(mask, values.double(), 0.0).sum()
 
 
@@ -34,17 +34,17 @@ class Metric(ABC):
     "+" adds, "m" takes the maximum, "l" adds numbers that are stored as logs."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield the values of the fields."""
+        """Yield the tensors of the metric, in the order in which its class defines them."""
         return iter(vars(self).values())
 
     def __add__(self, other: Self) -> Self:
-        columns = zip(self.added_by, self, other, strict=True)
-        return type(self)(*(_ADD[how](field, other_field) for how, field, other_field in columns))
+        fields = zip(self.added_by, self, other, strict=True)
+        return type(self)(*(_ADD[how](field, other_field) for how, field, other_field in fields))
 
     @property
     @abstractmethod
     def value(self) -> Tensor:
-        """Return the number that the tensors stand for, a scalar."""
+        """Return the number that the metric stands for, computed from its tensors: a scalar."""
 
     @classmethod
     def named(cls, sums: Mapping[str, "Metric"], name: str) -> Self:
@@ -69,16 +69,16 @@ _ADD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Mean(Metric):
-    """A mean, its variance and its standard error, as sums over the entries (scalars, float64)."""
+    """A mean, its variance and its standard error, stored as sums over the averaged values (scalars, float64)."""
 
     added_by = "+++"
     total: Tensor  # sum x
     squares: Tensor  # sum x^2
-    count: Tensor  # number of entries
+    count: Tensor  # number of values
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Mean":
-        """Sum the entries of `values` where `mask` is True; both of one shape, any."""
+        """Build the mean of the `values` at which `mask` is True; both tensors have one shape, which may be any."""
         values = values.detach().double()
         return cls(masked_sum(values, mask), masked_sum(values.square(), mask), mask.double().sum())
 
@@ -96,22 +96,22 @@ class Mean(Metric):
 
     @property
     def value(self) -> Tensor:
-        """Return the mean of the entries; NaN without entries."""
+        """Return the mean of the values; NaN if there are none."""
         return self.total / self.count
 
     @property
     def variance(self) -> Tensor:
-        """Return the population variance of the entries; NaN without entries."""
+        """Return the population variance of the values; NaN if there are none."""
         return (self.squares / self.count - self.value.square()).clamp(min=0.0)
 
     @property
     def standard_error(self) -> Tensor:
-        """Return the standard error of the mean for uncorrelated entries; NaN without entries."""
+        """Return the standard error of the mean, for values that are uncorrelated; NaN if there are no values."""
         return (self.variance / self.count).sqrt()
 
     @property
     def effective_share(self) -> Tensor:
-        """Return the effective sample size of n entries that are weights, divided by n: (sum w)^2 / (n sum w^2).
+        """Return the effective sample size of n values w that are weights, divided by n: (sum w)^2 / (n sum w^2).
 
         It is 1 if all weights are equal.
         """
@@ -135,13 +135,13 @@ class ClusteredMean(Metric):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "ClusteredMean":
-        """Sum the values where `mask` is True; both [B, T], a response in each row, or [T], a single response."""
+        """Build the mean of the `values` at which `mask` is True: both [B, T], or [T] for a single response."""
         y, n = torch.where(mask, values.detach().double(), 0.0).sum(-1), mask.sum(-1).double()
         return cls(y.sum(), n.sum(), y.square().sum(), (y * n).sum(), n.square().sum(), (n > 0).sum().double())
 
     @property
     def value(self) -> Tensor:
-        """Return the mean of the entries; NaN without entries."""
+        """Return the mean over all tokens; NaN if there are none."""
         return self.total / self.count
 
     @property
@@ -155,7 +155,7 @@ class ClusteredMean(Metric):
 
     @property
     def estimate(self) -> Estimate | None:
-        """Return the mean with its standard error, which is None for a single response; return None without entries."""
+        """Return the mean with its standard error, which is None for a single response; return None without tokens."""
         if not self.count:
             return None
         return Estimate(float(self.value), float(self.standard_error) if self.responses > 1 else None)
@@ -163,14 +163,14 @@ class ClusteredMean(Metric):
 
 @dataclass(frozen=True)
 class Sum(Metric):
-    """A sum of numbers, or a count of entries, which adds up over parts of the data (scalar, float64)."""
+    """A sum of numbers, or a count such as that of tokens, which adds up over parts of the data (scalar, float64)."""
 
     added_by = "+"
     total: Tensor
 
     @classmethod
     def of(cls, mask: Tensor) -> "Sum":
-        """Return the number of True entries of `mask`, which has any shape, as a sum."""
+        """Count the places where `mask`, of any shape, is True, and return the count as a sum."""
         return cls(mask.double().sum())
 
     @classmethod
@@ -186,14 +186,14 @@ class Sum(Metric):
 
 @dataclass(frozen=True)
 class Max(Metric):
-    """A largest value (scalar, float64); -inf without entries."""
+    """The largest of some values (scalar, float64); -inf if there are no values."""
 
     added_by = "m"
     largest: Tensor
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Max":
-        """Take the largest of `values` where `mask` is True; both of one shape, any."""
+        """Take the largest of the `values` at which `mask` is True; both tensors have one shape, which may be any."""
         entries = torch.where(mask, values.detach().double(), -torch.inf)
         return cls(entries.max() if entries.numel() else entries.new_tensor(-torch.inf))
 
@@ -204,7 +204,7 @@ class Max(Metric):
 
     @property
     def value(self) -> Tensor:
-        """Return the largest entry; -inf without entries."""
+        """Return the largest value; -inf if there are no values."""
         return self.largest
 
 
@@ -222,14 +222,14 @@ class EffectiveSampleSize(Metric):
 
     @classmethod
     def of(cls, log_weights: Tensor, mask: Tensor) -> "EffectiveSampleSize":
-        """Sum the weights e^`log_weights` where `mask` is True; both of one shape, any."""
+        """Sum the weights e^`log_weights` at which `mask` is True; both tensors have one shape, which may be any."""
         return cls.of_each(log_weights, {"": mask})[""]
 
     @classmethod
     def of_each(cls, log_weights: Tensor, masks: Mapping[str, Tensor]) -> dict[str, "EffectiveSampleSize"]:
-        """Sum the weights e^`log_weights` once for each mask, where it is True; return the sums by the mask's name.
+        """Sum the weights e^`log_weights` at which a mask is True, for each of `masks`; return the sums by mask name.
 
-        All tensors have one shape, any.
+        All tensors have one shape, which may be any.
         """
         members = torch.stack(list(masks.values()))
         rows = torch.where(members, log_weights.detach().double(), -torch.inf).flatten(1)  # [G, N] for G masks
@@ -241,7 +241,7 @@ class EffectiveSampleSize(Metric):
 
     @property
     def value(self) -> Tensor:
-        """Return the effective sample size over n, (sum w)^2 / (n sum w^2), in (0, 1]; NaN without entries."""
+        """Return the effective sample size of n weights w, over n: (sum w)^2 / (n sum w^2), in (0, 1]; NaN if n = 0."""
         return (2.0 * self.log_total - self.log_squares).exp() / self.count
 
 
@@ -258,7 +258,7 @@ class Histogram(Metric):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Histogram":
-        """Count the entries of `values` where `mask` is True, but for NaN; both of one shape, any."""
+        """Count the `values` at which `mask` is True, except NaN; both tensors have one shape, which may be any."""
         counted = mask & ~values.isnan()
         entries = torch.where(counted, values.detach().double(), 0.0)
         bins = ((entries / _SCALE).asinh() / _WIDTH).floor() + _BINS // 2
@@ -266,17 +266,18 @@ class Histogram(Metric):
         return cls(counts.index_add_(0, bins.clamp(0, _BINS - 1).long().flatten(), counted.double().flatten()))
 
     def quantile(self, share: float) -> Tensor:
-        """Return the value below which a share (0 to 1) of all entries lies, a scalar.
+        """Return, as a scalar, a number below which about this share (0 to 1) of all counted values lies.
 
-        It is the middle, by u (see `Histogram`), of the bin in which the exact value lies.
+        The exact number is known only by its bin, so the middle of that bin is returned.
         """
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
+        # The middle of bin number `index` among the evenly spaced numbers u (`Histogram`), turned back into a value.
         return _SCALE * ((index - _BINS // 2 + 0.5) * _WIDTH).sinh()
 
     @property
     def value(self) -> Tensor:
-        """Return the median of the entries; NaN without entries."""
+        """Return the median of the counted values; NaN if there are none."""
         return torch.where(self.counts.sum() > 0, self.quantile(0.5), torch.nan)
 
 
@@ -295,13 +296,15 @@ _NOTHING = {"h": 0.0, "+": 0.0, "m": -math.inf, "l": -math.inf}
 
 
 def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
-    """Average every column over the True entries of every mask, all of one shape, in two matrix products.
+    """Average every tensor of `columns` over the places where a mask is True, for every mask, in two matrix products.
+
+    All tensors have one shape.
 
     Returns:
-        A `Mean` for each pair of a column and a mask, by the column's name followed by the mask's. Entries that no mask
+        A `Mean` for each pair of a column and a mask, by the column's name followed by the mask's. Values that no mask
         selects are ignored, NaN included; a NaN that one mask selects makes the column's means over all masks NaN.
     """
-    # G masks and C columns of N entries each.
+    # G masks and C columns of N values each.
     members = torch.stack([mask.flatten() for mask in masks.values()])  # [G, N]
     values = torch.stack([column.detach().double().flatten() for column in columns.values()])  # [C, N]
     values = torch.where(members.any(0), values, 0.0)
@@ -361,7 +364,7 @@ def all_gather(values: Tensor) -> Tensor:
 
 
 def _has_ranks() -> bool:
-    """Tell whether this process is one of several ranks of torch.distributed."""
+    """Tell whether this process has joined other ranks by torch.distributed."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -399,7 +402,7 @@ def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Layout(NamedTuple, Generic[Kind]):
-    """The order of the fields of several metrics in one row of L numbers: histograms, sums, maxima, logs of sums."""
+    """The order of several metrics' tensors in one row of L numbers: histograms, then sums, maxima, logs of sums."""
 
     classes: dict[str, type[Kind]]  # class of each metric, by the metric's name
     fields: list[tuple[str, int]]  # (a metric's name, index of a field in it) of every field, in the order of the row
@@ -408,7 +411,12 @@ class _Layout(NamedTuple, Generic[Kind]):
 
 
 def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
-    """Lay out metrics by names and classes alone, so that all ranks with the same metrics agree."""
+    """Plan where each metric's tensors stand in one row of numbers.
+
+    Only the metrics' names and classes decide, so that all ranks with the same metrics make the same plan.
+    """
+    # A field is (name of its metric, index in the metric), and `how` its letter in `Metric.added_by`: "h" for counts of
+    # a histogram, "+" for a sum, "m" for a maximum, "l" for the log of a sum.
     classes = {name: type(sums[name]) for name in sorted(sums)}
     all_fields = [(how, (name, index)) for name, cls in classes.items() for index, how in enumerate(cls.added_by)]
     by_how = {how: [field for added_by, field in all_fields if added_by == how] for how in _NOTHING}
@@ -421,29 +429,32 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
 
 
 def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
-    """Write the fields of all metrics into one row [L]; a metric that `sums` lacks gets numbers that add nothing."""
-    entries = {name: tuple(entry) for name, entry in sums.items()}
-    any_field = next(iter(entries.values()))[0]
+    """Write the tensors of all metrics of a layout into one row of L numbers.
+
+    A metric that `sums` lacks gets numbers that change nothing when they are added.
+    """
+    tensors_of = {name: tuple(metric) for name, metric in sums.items()}
+    any_field = next(iter(tensors_of.values()))[0]
 
     def nothing(metric_class: type[Kind], index: int) -> Tensor:
-        """Return a field's value for a metric that `sums` lacks: numbers that change nothing when they are added."""
+        """Return tensor number `index` of a metric that `sums` lacks: it changes nothing when it is added."""
         how = metric_class.added_by[index]
         return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
     # One tensor for each field, in the order of the row: the counts of the histograms, then scalars.
-    columns = [
-        entries[name][index] if name in entries else nothing(layout.classes[name], index)
+    tensors = [
+        tensors_of[name][index] if name in tensors_of else nothing(layout.classes[name], index)
         for name, index in layout.fields
     ]
-    histograms, scalars = columns[: layout.histograms], columns[layout.histograms :]
+    histograms, scalars = tensors[: layout.histograms], tensors[layout.histograms :]
     return torch.cat([*histograms, *([torch.stack(scalars)] if scalars else [])])
 
 
 def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
-    """Build the metrics that `_packed` has written into one row of L numbers; their fields are views of the row."""
+    """Build the metrics that `_packed` has written into one row of L numbers; their tensors are views of the row."""
     end = _BINS * layout.histograms  # where the histograms' counts end and the scalars begin
-    columns = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
-    by_field = dict(zip(layout.fields, columns, strict=True))
+    tensors = (*row[:end].view(-1, _BINS).unbind(), *row[end:].unbind())
+    by_field = dict(zip(layout.fields, tensors, strict=True))  # by (name of the metric, index of the tensor in it)
     return {
         name: cls(*(by_field[name, index] for index in range(len(cls.added_by))))
         for name, cls in layout.classes.items()
@@ -451,6 +462,6 @@ def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
 
 
 def _added(rows: Tensor, layout: _Layout[Kind]) -> Tensor:
-    """Add the metrics that R rows of one layout hold, field by field: [R, L] -> [L]."""
+    """Add up the metrics in R rows of numbers, each written by `_packed` with this layout: [R, L] -> [L]."""
     sums, largest, logs = rows.split(layout.sizes, dim=1)
     return torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)])

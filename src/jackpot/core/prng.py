@@ -40,10 +40,10 @@ def fold_in(*purpose: int | str) -> int:
 
 
 def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) -> Tensor:
-    """Return the numbers `positions` of the streams `keys`, broadcast against each other: float64 in [0, 1).
+    """Return a random number for each pair of a key and a position, broadcast against each other: float64 in [0, 1).
 
-    There is no generator state: number `t` of a stream is splitmix64's output number `t` from the state `key` (Steele,
-    Lea and Flood, OOPSLA 2014),
+    There is no generator state: the number `u` of `key` at position `t` comes from splitmix64's output number `t` from
+    the state `key` (Steele, Lea and Flood, OOPSLA 2014),
 
         z = key + (t + 1) * 0x9E3779B97F4A7C15            mod 2**64
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9          mod 2**64
@@ -65,7 +65,7 @@ def uniforms(keys: Sequence[int] | Tensor, positions: Sequence[int] | Tensor) ->
 
 
 def bits(keys: Tensor, positions: Sequence[int] | Tensor | int) -> Tensor:
-    """Return the random 64 bits at `positions` of the streams `keys`, broadcast as in `uniforms`: int64."""
+    """Return 64 random bits, as int64, for each pair of a key and a position, broadcast against each other."""
     positions = torch.as_tensor(positions, dtype=torch.int64, device=keys.device)
     mixed = keys + (positions + 1) * _GAMMA
     mixed = (mixed ^ _shift_right(mixed, 30)) * _FIRST

@@ -20,7 +20,7 @@ def listening(show: Callable[[str], None]) -> Generator[None]:
     """Call `show` with the text of every stage that begins within the block, in the thread that begins the stage."""
 
     def show_message(record: logging.LogRecord) -> bool:
-        """Show a logged stage; as a filter, keep its message."""
+        """Show the text of a logged stage; return True, by which a filter of `logging` lets a message pass."""
         show(record.getMessage())
         return True  # this filter drops no message: others listen too
 

@@ -122,9 +122,9 @@ class TrainingSample:
 
 
 class AttentionBlock(NamedTuple):
-    """The shape of a block: several sequences of a packed row, whose attention is computed together.
+    """The shape of a block: several sequences of a `PackedRow`, whose attention is computed in one call.
 
-    Each sequence is a row of the block, padded to the longest sequence. The queries of a row attend to its own keys.
+    Within the block each sequence is padded to the longest one, and its queries attend to its own keys alone.
     """
 
     rows: int  # number of sequences
@@ -176,9 +176,9 @@ class TokenBatch:
 
         prompt_ids      [[5, 6], [0, 7]]
         prompt_mask     [[1, 1], [0, 1]]
-        prompt_index    [0, 0, 1]
+        prompt_index    [0, 0, 1]  (the row of prompt_ids that each response answers)
         attention_mask  [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
-        response_index  [0, 1, 2, 3, 6, 7]  (where response_mask equals attention_mask)
+        response_index  [0, 1, 2, 3, 6, 7]  (where the flat response_mask, here attention_mask, is True)
     """
 
     uids: tuple[str, ...]  # [B] uid of each rollout
@@ -201,11 +201,11 @@ class TokenBatch:
     packed: PackedRow | None = None  # the same tokens for models that read no padding; None: they read padded tensors
 
     def at_sampled(self, column: Tensor) -> Tensor:
-        """Select the entries at the tokens that the model sampled, [B, T, ...] -> [N, ...]; keep the gradient."""
+        """Select the values of the N sampled tokens from `column`: [B, T, ...] -> [N, ...]; keep the gradient."""
         return column.flatten(0, 1).index_select(0, self.response_index)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Undo `at_sampled`, with 0 at all other tokens: [N, ...] -> [B, T, ...]; keep the gradient."""
+        """Put the N sampled tokens' values in their places, 0 elsewhere: [N, ...] -> [B, T, ...]; keep the gradient."""
         flat = values.new_zeros((self.response_mask.numel(), *values.shape[1:]))
         return flat.index_copy(0, self.response_index, values).unflatten(0, self.response_mask.shape)
 

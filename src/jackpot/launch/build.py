@@ -259,7 +259,9 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
         paths["critic"] = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
     paths |= reference_path(config)
 
-    models = {name: load_trained(config, name, path, device, bool(checkpoint)) for name, path in paths.items()}
+    resumes = bool(checkpoint)
+    models = {name: load_trained(config, name, path, device, resumes) for name, path in paths.items()}
+    # Leave every output layer only the rows of the token ids that all models have.
     cut_heads(models, run_rows(config, config.model_paths(checkpoint)))
     return models
 
@@ -280,10 +282,10 @@ def load_trained(config: Config, name: str, path: str, device: torch.device | No
     """Load a model to train or to score with, with an adapter where the settings ask for LoRA.
 
     Args:
-        name: name of the model, as in `load_models`.
+        name: `policy`, `rollout_model`, `critic` or `reference`.
         path: folder or name of the model. Where a run with LoRA resumes, `path` is the folder of the adapter, and the
             weights are read from the path in the settings, as the run began with them.
-        device: as in `load_models`.
+        device: where the model goes; None for a model that will be sharded.
         resumes: whether `path` is inside a checkpoint.
     """
     settings = getattr(config, name, None)  # None for the reference
@@ -292,7 +294,7 @@ def load_trained(config: Config, name: str, path: str, device: torch.device | No
     with role_named(name):
         model = load(settings.path if settings and lora else path, torch.float32, device)
 
-    prepare(config, name, model, pick_device(config.device).type == "cpu")
+    prepare(config, name, model, on_cpu=pick_device(config.device).type == "cpu")
     if lora and resumes:
         load_adapter(model, Path(path))
     return model
@@ -303,7 +305,7 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
     checkpointing where the settings ask for them.
 
     Args:
-        name: name of the model, as in `load_models`.
+        name: `policy`, `rollout_model`, `critic` or `reference`.
         on_cpu: whether the model computes on the CPU, where some operations of trained models are fused. A model that
             is loaded into CPU memory only to be sharded over GPUs does not.
     """
@@ -318,6 +320,7 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
 
     if quantization:
         fp8_cache = config.engine.kv_cache_dtype == "fp8"
+        # Linear layers compute with the codes (quantized numbers) that the engine computes with.
         train_in_codes(
             model,
             SCHEMES[quantization],

@@ -51,7 +51,7 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
     check_top_log_probs(config, specs["engine"].rows)
 
     engines = [config.engine]
-    if config.is_mixed:
+    if config.is_mixed:  # the policy generates rollouts too, by its engine of evaluations
         engines.append(config.evaluation.engine or config.engine)
     for settings in engines:
         engine_is_exact(config, is_quantized(settings), settings)

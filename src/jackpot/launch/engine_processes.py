@@ -52,7 +52,7 @@ def engine_pool(
         initial_paths: paths of the models that the run began with, by role.
         device: the learner's device.
         version: version of the weights in `specs`.
-        links: makes the connections to the processes from the settings and their common setup.
+        links: makes the connections to the processes from the settings, and from the setup that all processes get.
 
     Raises:
         EngineError: no engine could be started. The output has the errors of the engines above this error.
@@ -66,7 +66,7 @@ def engine_pool(
         "threads": 1 if config.threads == "auto" else config.threads,
     }
 
-    weights = {}
+    weights = {}  # (named parameters of the model, their dtype) by the engine's key
     for name, spec in specs.items():
         dtype = DTYPES[spec.settings.dtype]
         weights[name] = list(load_model(spec.path, dtype, "cpu").named_parameters()), dtype
@@ -101,7 +101,7 @@ def engine_gpu(index: int, shares: bool) -> dict[str, str]:
 
     Args:
         index: index of the engine process, from 0.
-        shares: whether the process has the GPU of a rank; else it has one that no rank has, if there are enough GPUs.
+        shares: whether the process shares the GPU of a rank; else it gets one that no rank has, if there are enough.
     """
     visible = os.environ.get(_GPUS)
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))

@@ -38,7 +38,7 @@ def make_engine(
     Args:
         device: the learner's device.
         drafter: engine whose model drafts tokens for this engine, of the same class as this engine; None: no drafts.
-        rows: number of rows of the output layer to sample from; None: all. A server samples from all rows of its own.
+        rows: the engine draws only from the first `rows` token ids; None: from all. A server always draws from all.
 
     Raises:
         ConfigError: the engine does not support a setting on this device.
@@ -60,11 +60,11 @@ def make_engine(
 
 
 class EngineSpec(NamedTuple):
-    """The settings of one engine of a run, its model, and how many rows of the model's output layer it reads."""
+    """The settings of one engine of a run, the path of its model, and how many token ids it may draw from."""
 
     settings: EngineConfig
     path: str  # folder or name of the engine's model
-    rows: int  # rows of the output layer that the engine samples from (`run_rows`)
+    rows: int  # the engine draws only from the first `rows` token ids (`run_rows`)
 
 
 def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineSpec]:
@@ -77,14 +77,16 @@ def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineS
         paths: where each model is read from, by role.
     """
     rows = run_rows(config, paths)
-    specs = {"engine": EngineSpec(config.engine, paths.get("rollout_model", paths["policy"]), rows)}
+    path = paths.get("rollout_model", paths["policy"])
+    specs = {"engine": EngineSpec(settings=config.engine, path=path, rows=rows)}
     if config.evaluation.engine is not None or "rollout_model" in paths:
-        specs["evaluation.engine"] = EngineSpec(config.evaluation.engine or config.engine, paths["policy"], rows)
+        settings = config.evaluation.engine or config.engine
+        specs["evaluation.engine"] = EngineSpec(settings=settings, path=paths["policy"], rows=rows)
     return specs
 
 
 def run_rows(config: Config, paths: Mapping[Role, str]) -> int:
-    """Return how many rows the shortest output layer of a run's models has, the reference model's included."""
+    """Return how many token ids a run may sample: the rows of the shortest output layer of all models of the run."""
     return head_rows({**paths, **reference_path(config)})
 
 

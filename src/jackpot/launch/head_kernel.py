@@ -17,7 +17,7 @@ from jackpot.objectives.kernels.topk import BLOCK
 
 
 def head_options(config: Config) -> HeadOptions:
-    """Return which kernel reads the logits of all output layers, and how many bytes of them are kept for backward.
+    """Return the kernel that computes with the logits of output layers, and how many bytes of logits backward keeps.
 
     Raises:
         ConfigError: Triton or the device of the settings cannot be used.
@@ -27,7 +27,7 @@ def head_options(config: Config) -> HeadOptions:
 
 
 def tile_reader(kernel: str, device: torch.device) -> TileReader:
-    """Return the kernel that reads tiles of logits.
+    """Return the kernel that computes sums and gradients from an output layer's logits, one tile of them at a time.
 
     Args:
         kernel: the setting `head_kernel`. `auto` takes Triton's on CUDA if it runs, else the eager one.

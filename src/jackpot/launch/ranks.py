@@ -117,7 +117,8 @@ def run_rank(config: str, run: str) -> tuple[int, bool] | None:
     settings = build_config(json.loads(config))
     starts: list[int] = []
     with leading(settings, Path(run)) as build:
-        is_finished = train_run(settings, Path(run), lambda line: None, starts.append, build)
+        # Lines of metrics are not passed on: the driver reads them from metrics.jsonl.
+        is_finished = train_run(settings, Path(run), on_metrics=lambda line: None, on_start=starts.append, build=build)
     return starts[0], is_finished
 
 
@@ -160,7 +161,7 @@ def _store(process: ProcessRank) -> dist.Store:
 
 
 def _rendezvous(process: ProcessRank) -> dist.Store:
-    """Return the store at MASTER_ADDR, which rank 0 serves, or torchrun's agent under torchrun.
+    """Return the store at MASTER_ADDR, which torchrun's agent serves if the environment says so, and else rank 0.
 
     Rank 0 listens at that address alone; torch would listen on every interface.
     """
@@ -197,13 +198,14 @@ def _joined(store: dist.Store, process: ProcessRank, run: Path, timeout: float, 
 def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, exact: Collection[Role]) -> Learner:
     """Have every rank build its learner, and return rank 0's, which leads the others."""
     folder = str(checkpoint.folder.resolve()) if checkpoint else None
+    # What every other rank builds its learner from (`_build_follower`).
     command = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}
 
     def build(_: Any) -> JointLearner:
-        """Build rank 0's own learner, which needs nothing of the command."""
+        """Build the learner of rank 0 from the arguments of `_build_leader`; the command is not read."""
         return build_learner(config, checkpoint, exact, _mesh(config))
 
-    learner, _ = ranks.carry_out("build", [command] * ranks.size, build)
+    learner, _ = ranks.carry_out("build", [command] * ranks.size, build)  # one command for each rank
     return LedLearner(learner, ranks)
 
 

@@ -68,8 +68,13 @@ class RankActor:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        gpus = list(map(str, ray.get_gpu_ids()))
-        return Spot(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port, gpus, os.getpid())
+        return Spot(
+            node=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            port=port,
+            gpus=list(map(str, ray.get_gpu_ids())),
+            pid=os.getpid(),
+        )
 
     def work(
         self, environment: dict[str, str], folder: str, function: Callable[..., Any], *arguments: Any
@@ -94,15 +99,15 @@ class RankActor:
 
 
 class EngineActor:
-    """The process of one host of engines, which Ray starts again when it dies."""
+    """The process that holds one `EngineHost` with its engines; Ray starts the process again when it dies."""
 
     def __init__(self, folder: str, make: MakeEngines) -> None:
         _enter(folder)
         self._make = make
         self._setup = b""  # what the engines were made from; empty before `begin`
         self._engines: Mapping[str, Engine] = {}
-        self._host: EngineHost | None = None  # answers the messages of the pool
-        self._refusal: Tensor | None = None  # answers them in its place, where the engines refuse the setup
+        self._host: EngineHost | None = None  # answers the messages of the engine pool
+        self._refusal: Tensor | None = None  # the answer to every message where the engines refuse the setup
         self._thread = ThreadPoolExecutor(1)  # one thread makes all calls of engines
         self._signs = 0  # signs of life that the host has given
 
@@ -111,9 +116,10 @@ class EngineActor:
         return _ray().get_runtime_context().get_node_id()
 
     def begin(self, setup: np.ndarray) -> None:
-        """Make the engines of a setup, unless they are here already, and a new host, which asks for weights anew.
+        """Make the engines that the packed `setup` describes, unless they were made from an equal one before.
 
-        If the engines refuse the setup, that refusal answers every message.
+        Then make a new `EngineHost` for them, which asks for weights anew. If the engines refuse the setup, that
+        refusal answers every message.
         """
         if self._setup != setup.tobytes():
             self._engines, self._refusal = {}, None
@@ -125,19 +131,19 @@ class EngineActor:
         self._host = None if self._refusal is not None else EngineHost(self._engines, self._sign)
 
     def _sign(self) -> None:
-        """Count a sign of life of the host."""
+        """Count a sign of life of the `EngineHost`."""
         self._signs += 1
 
     def answer(self, message: np.ndarray, weights: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Have the host answer a message; before `begin` there is no host, and nothing is yielded.
+        """Have the `EngineHost` answer a message; before `begin` there is none, and nothing is yielded.
 
         Args:
-            weights: bytes of the file of weights that the message names, if that file is on another machine.
+            weights: content of the file of weights that the message names, if that file is on another machine.
 
         Yields:
             An empty array for every sign of life, and at the end the answer.
         """
-        if self._refusal is not None:
+        if self._refusal is not None:  # `begin` could not make the engines
             yield self._refusal.numpy()
         if self._host is None:
             return
@@ -149,7 +155,7 @@ class EngineActor:
                 file.write(weights.data)
                 request = pack(unpack(request) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
 
-            signs = self._signs  # read before the host can give a sign
+            signs = self._signs  # signs of life that were reported; read before the host can give another
             answer: Future[Tensor] = self._thread.submit(self._host.answer, request)
             while not answer.done():
                 wait([answer], timeout=SIGN_SECONDS)
@@ -182,12 +188,14 @@ class RayLink(Link):
                 self._node = await self._actor.node.remote()
 
     async def ask(self, message: Tensor) -> Tensor:
+        """Send a message to the actor, and wait for its answer; raise PeerLost if the actor is lost meanwhile."""
         with self._lost_named():
             ask = self._actor.answer.options(num_returns="streaming")
             answers = ask.remote(message.numpy(), self._weights(message))
             while True:
                 async with asyncio.timeout(self.silence):
-                    answer = await (await anext(answers))  # a reference of Ray, then its array; empty: a sign of life
+                    # `anext` gives a Ray reference to the next array: empty for a sign of life, else the answer.
+                    answer = await (await anext(answers))
                     if len(answer):
                         return _tensor(answer)
 
@@ -198,9 +206,9 @@ class RayLink(Link):
         # An actor that does not hang is left running: it ends with the driver, which owns it.
 
     def _weights(self, message: Tensor) -> Any:
-        """Return a reference of Ray to the file of weights that a message names, if it names one.
+        """Return a Ray reference to the content of the file of weights that a message names.
 
-        None also where the actor is on this node, and can read the file itself.
+        It is None if the message names no file, or if the actor is on this node and can read the file itself.
         """
         ray = _ray()
         if self._node == ray.get_runtime_context().get_node_id():
@@ -210,14 +218,14 @@ class RayLink(Link):
 
     @contextlib.contextmanager
     def _lost_named(self) -> Iterator[None]:
-        """Raise PeerLost, with the reason, for every way in which the actor can be lost during the block."""
+        """Turn an error of the block into PeerLost if it means that the engine actor is lost; pass others on."""
         ray = _ray()
         try:
             yield
-        except StopAsyncIteration:
+        except StopAsyncIteration:  # no answer: a new process of the actor, without the host that `begin` makes
             raise PeerLost("its actor was started again") from None
         except TimeoutError:
-            self._hangs = True
+            self._hangs = True  # so that `close` kills it
             raise PeerLost(f"its actor gave no sign of life for {self.silence:g} seconds") from None
         except ray.exceptions.RayTaskError:
             raise  # an error in the actor's code, which does not lose the actor
@@ -259,7 +267,7 @@ def train_on_ray(
         run: the run folder, on a disk that the driver and all nodes see.
         on_metrics: called with every line of metrics.jsonl.
         work: called in every rank with the settings as JSON and the path of the run folder.
-        make: makes the engines of a host from its setup.
+        make: makes the engines of an engine actor from the setup that the actor is sent.
 
     Raises:
         ConfigError: Ray is not installed, its cluster asks for no token or has no room, or torchrun started this
@@ -421,10 +429,11 @@ class _RankGroup:
         """Have every rank work until rank 0 ends, another rank fails, or one is lost.
 
         Args:
-            task: the arguments of `RankActor.work` after the environment.
+            task: the arguments of `RankActor.work` after the environment, the same for every rank.
 
         Returns:
-            As `RankActor.work`, of the rank that ended first; RankError and its text where a rank was lost.
+            "done" and the result of rank 0; or the class name and the text of the error of the rank that failed first,
+            RankError where a rank was lost.
         """
         ray = self._ray
         try:
@@ -498,14 +507,14 @@ class _Lines:
             self._newest = line["iteration"]
 
     def show(self) -> None:
-        """Show the lines that are new since the last call."""
+        """Show each line written to metrics.jsonl since the last call, unless its iteration was shown before."""
         for line in self._read():
             if line["iteration"] > self._newest:
                 self._newest = line["iteration"]
                 self._show(line)
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole lines that were written since the last call."""
+        """Yield the content of each complete line that was written to metrics.jsonl since the last call."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self._offset:  # shorter: a start has moved lines to superseded/
                 self._offset = 0

@@ -43,7 +43,7 @@ def recipe_files(name: str) -> list[Path]:
 def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
     """Return (path, content) of a recipe's file, then of the file of its base, of the base of that, and so on."""
     names, chain = [name], [_read(name)]
-    while base := chain[-1][1].get("base"):
+    while base := chain[-1][1].get("base"):  # in the content of the last file
         if base in names:
             raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*names, base])}")
 
@@ -169,7 +169,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Turn `a.b=value` into a nested mapping. The value is YAML, so `null`, `true`, `3` and `[1, 2]` are not texts.
+    """Turn `a.b=value` into a nested mapping. The value is read as YAML, so `3` becomes a number and `[1, 2]` a list.
 
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
