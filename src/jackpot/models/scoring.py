@@ -89,7 +89,7 @@ def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling
 def exact_log_probs(
     model: PreTrainedModel, temperature: float, hidden: Tensor, *columns: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield log-probs of the whole vocabulary, [n, V] float64, n positions at a time, with the same rows of `columns`.
+    """Yield log-probs of the whole vocabulary, [n, V] float64, of n positions at a time, then each of `columns` there.
 
     The softmax of the float32 logits is taken in float64, so that its rounding does not show in divergences.
 
@@ -102,7 +102,7 @@ def exact_log_probs(
 
 
 def logit_chunks(model: PreTrainedModel, hidden: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield logits before the temperature, [n, V] float32, n positions at a time, with the same rows of `columns`.
+    """Yield logits before the temperature, [n, V] float32, of n positions at a time, then each of `columns` there.
 
     Args:
         hidden: [N, H].
