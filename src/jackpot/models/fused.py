@@ -53,6 +53,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return w x / sqrt(mean x^2 + eps), with w = `weight`."""
         rows = _rows(x)
         width = rows.shape[1]
         out = torch.empty_like(rows, dtype=torch.promote_types(x.dtype, weight.dtype))

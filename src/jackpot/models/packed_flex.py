@@ -34,11 +34,11 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     """
     size, positions = len(row.positions), row.positions
     starts, indices = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
-    sequence = torch.repeat_interleave(indices, row.cu_queries.diff(), output_size=size)  # [S]
+    sequence = torch.repeat_interleave(indices, row.cu_queries.diff(), output_size=size)  # [S], of each token
 
     is_prompt = positions.index_select(0, starts) == 0
     prompts = torch.where(is_prompt, indices, 0).cummax(0).values  # [sequences], the last prompt up to each sequence
-    prompt = prompts.index_select(0, sequence)  # [S]
+    prompt = prompts.index_select(0, sequence)  # [S], the sequence that is the prompt of each token
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Tell whether the token with the index `query` attends to the token with the index `key`."""

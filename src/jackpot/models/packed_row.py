@@ -79,7 +79,7 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
                 total += length
 
     # A response's first token is predicted by the prompt's last, each further token by the one before it.
-    columns = torch.arange(max(lengths))
+    columns = torch.arange(max(lengths))  # the index of a token in its response
     token_before = torch.tensor(starts)[:, None] + columns - 1
     predicting = torch.where(columns == 0, torch.tensor(prompt_ends)[:, None], token_before)
     predicting = torch.where(columns < torch.tensor(lengths)[:, None], predicting, 0)
@@ -95,15 +95,15 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
 
 
 def _key_indices(table: Tensor, width: int) -> Tensor:
-    """Return the indices in the packed row of the keys of some sequences, [rows, width].
+    """Return the indices in the packed row of the keys of some sequences, [sequences, width].
 
     The keys of a sequence are the shared tokens of its prompt, then its queries. Columns after the last key repeat it.
 
     Args:
-        table: [rows, 4], the fields of each `_Sequence`.
+        table: [sequences, 4], the fields of each `_Sequence`.
     """
-    prompt_start, num_shared, query_start, num_queries = table.T[..., None]  # [rows, 1] each
-    nth_key = torch.minimum(torch.arange(width), num_shared + num_queries - 1)  # [rows, width], counted from 0
+    prompt_start, num_shared, query_start, num_queries = table.T[..., None]  # [sequences, 1] each
+    nth_key = torch.minimum(torch.arange(width), num_shared + num_queries - 1)  # [sequences, width], counted from 0
     return torch.where(nth_key < num_shared, prompt_start + nth_key, query_start + nth_key - num_shared)
 
 
@@ -191,6 +191,7 @@ def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[
     ordered = [sequences[index] for index in indices]
 
     # A group: the sequences of one length, rounded up to a multiple of `step`. A block is one or more whole groups.
+    # `starts` and `ends` say where each group stands in `ordered`.
     step = -(-ordered[-1].num_queries // MAX_LENGTHS)
     ends = [
         place + 1

@@ -37,8 +37,8 @@ def forward_responses(
     Raises:
         DataError: an empty prompt.
     """
-    rows, index = unique_rows(prompts)
-    prompt_ids, prompt_mask = pad_tokens(rows, "left", model.device)
+    distinct, index = unique_rows(prompts)  # the distinct prompts, and which of them each response has
+    prompt_ids, prompt_mask = pad_tokens(distinct, "left", model.device)
     ids, mask = pad_tokens(responses, "right", model.device)
     prompt_index = upload(torch.tensor(index), model.device)
     return ResponseForward(predicting_hidden(model, prompt_ids, prompt_mask, prompt_index, ids, mask), ids, mask)

@@ -344,13 +344,13 @@ def measured_inputs(
         now: log-probs under the current weights, by `OldLogProbs.of`; `old` where neither target nor proximal point is
             "new".
     """
-    named = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
+    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
     target = old if objective.target == "old" else now
 
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
-        target_log_probs=named[objective.target],
-        proximal_log_probs=named[objective.proximal],
+        target_log_probs=by_name[objective.target],
+        proximal_log_probs=by_name[objective.proximal],
         response_mask=batch.response_mask,
         uniforms=batch.uniforms,
         advantages=batch.advantages,
@@ -475,8 +475,8 @@ def rollout_model_loss(
         return nothing, nothing, {}
 
     mask, log_probs = batch.response_mask, scores.rollout_model_log_probs
-    named = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
-    proximal = named[objective.proximal]
+    by_name = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
+    proximal = by_name[objective.proximal]
 
     # The correction is for p_proximal / p_inf of the rollout model itself, and is applied without sums over the step.
     inputs = CorrectionInputs(

@@ -180,7 +180,7 @@ BLOCK = 128  # rows and columns of a block in DeepSeek-V3 (arXiv 2412.19437, 3.3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """How a linear layer quantizes its weight and its inputs, two matrices with a column for each feature in."""
+    """How a linear layer quantizes its weight and its inputs, two matrices with a column for each input feature."""
 
     weights: Grid
     activations: Grid | None  # None: activations are not quantized, and weights are dequantized before the product

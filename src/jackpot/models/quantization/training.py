@@ -39,7 +39,8 @@ Forward = Callable[..., Any]
 class CodedProduct(torch.autograd.Function):
     """The product X W^T of codes, [M, N] in the dtype of X; only codes and scales are kept for backward.
 
-    With x and w the numbers that the codes stand for, and g the gradient of the output, the setting `backward` may be
+    The setting `backward` chooses the gradients d X and d W. With x and w the numbers that the codes stand for, and g
+    the gradient of the output, it may be
     "dequantized": d X = g w, d W = g^T x, as products in the dtype of g; or
     "fp8", for FP8 codes alone: d X = q(g) w, d W = q(g^T) q(x^T), where q quantizes in blocks of 1 x 128 along the sum,
     which is over features out for d X and over tokens for d W.

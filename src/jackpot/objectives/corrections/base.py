@@ -228,7 +228,7 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
-        """Return sum of acceptance / sum of Z over one model's tokens; `model` is a suffix of metrics, "" for both."""
+        """Return sum of acceptance / sum of Z over one model's tokens; `model` is a suffix of metrics, "" for all."""
         accepted, z = Mean.named(totals, f"obrs/acceptance{model}"), Mean.named(totals, f"obrs/z{model}")
         return obrs.kappa(accepted.total, z.total).to(device)
 

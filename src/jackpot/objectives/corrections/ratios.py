@@ -103,7 +103,7 @@ def seq_tis(log_ratio: Tensor, cap: float) -> Weighed:
 
 
 def seq_mask(log_ratio: Tensor, low: float, high: float) -> Weighed:
-    """Weigh tokens by R, the product of a response's ratios, if low <= R <= high; else reject it whole: `seq_mask`.
+    """Weigh tokens by R, the product of a response's ratios, if low <= R <= high, else reject them: `seq_mask`.
 
     This is TRL's `sequence_mask`, with TRL's defaults. Biased towards responses on which both models agree, and
     with a lower bound towards short ones, for R leaves any band as the response grows.

@@ -81,11 +81,11 @@ def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
         vocabulary: tokens in all.
     """
     max_logits = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
-    rows = max(1, min(n, MAX_ROW_POSITIONS))
-    if rows * vocabulary <= max_logits:
-        return rows, vocabulary
-    rows = max(1, min(n, MAX_TILE_POSITIONS))
-    return rows, max(1, min(vocabulary, max_logits // rows))
+    positions = max(1, min(n, MAX_ROW_POSITIONS))
+    if positions * vocabulary <= max_logits:
+        return positions, vocabulary
+    positions = max(1, min(n, MAX_TILE_POSITIONS))
+    return positions, max(1, min(vocabulary, max_logits // positions))
 
 
 def split_range(count: int, most: int, grain: int = 1) -> tuple[slice, ...]:
@@ -111,7 +111,7 @@ def tiled_heads(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the outputs of one head, or of the policy's and the rollout model's head.
 
-    Arguments are those of `linear_head`; `moments` False is its `only_log_probs`.
+    Arguments are those of `linear_head`; `moments` (not `only_log_probs`) asks for entropy and KLs too.
 
     Returns:
         The outputs with a gradient, [N] each: log_probs and entropy of each head; for two heads also forward_kl and
@@ -302,6 +302,7 @@ class _TiledHeads(torch.autograd.Function):
             if lam is not None and len(plan.tiles) > 1:
                 plan.sweep(heads, blocks, lambda block, columns: block.add_z(lam))
 
+        # The outputs of each block: those with a gradient (values), and those without (constants).
         outputs = [block.outputs() for block in blocks]
         values = _joined([block_values for block_values, _ in outputs])
         constants = _joined([block_constants for _, block_constants in outputs])
