@@ -60,7 +60,7 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
         rejected = (draft_probs - accepted_mass).sum(-1, keepdim=True)  # 1 - sum q a, without the rounding of 1 - ...
         mixed = accepted_mass + rejected * residual / residual.sum(-1, keepdim=True)
         log_probs = torch.where(is_draft, mixed.log(), log_probs)
-    return Verdict(accepted[:, 0], replacements, log_probs)
+    return Verdict(accepted=accepted[:, 0], replacements=replacements, log_probs=log_probs)
 
 
 def tokens_per_verification(acceptance: Chance, drafted: int) -> Chance:

@@ -51,7 +51,7 @@ def pad_tokens(rows: Sequence[Sequence[int]], side: PaddingSide, device: torch.d
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Count the position of every token without padding, [B, S] int64; 0 on the padding before the first token."""
+    """Return each token's position, counted without padding: [B, S] int64, 0 on the padding before the first token."""
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
@@ -286,9 +286,9 @@ def widen_head(model: PreTrainedModel, rounded_to: torch.dtype | None = None) ->
 
 
 def cut_head(model: PreTrainedModel, rows: int) -> None:
-    """Let the model read only the first `rows` rows of its output layer, in place; a shorter layer is left as it is.
+    """Let the model give logits to the first `rows` token ids only, in place; a model with fewer ids does not change.
 
-    The weight stays the same parameter, whole.
+    The output layer then uses only so many rows of its weight, which stays the same parameter, whole.
 
     Raises:
         ModelError: as `output_layer`.

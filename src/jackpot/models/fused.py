@@ -53,6 +53,7 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return w x / sqrt(mean x^2 + eps), with w = `weight`."""
         rows = _rows(x)
         width = rows.shape[1]
         out = torch.empty_like(rows, dtype=torch.promote_types(x.dtype, weight.dtype))
@@ -73,7 +74,8 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute d w = sum g n and d x = r (g w - n mean(g w n)), with r = 1 / sqrt(mean x^2 + eps) and n = x r."""
+        """Compute the gradients of w, sum g n, and of x, r (g w - n mean(g w n)), with g the output's gradient,
+        r = 1 / sqrt(mean x^2 + eps), and n = x r."""
         x, weight, scale = ctx.saved_tensors
         rows, grads = _rows(x), _rows(grad)
         wide = weight.to(_WIDE)
@@ -95,7 +97,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 class GatedProduct(torch.autograd.Function):
-    """The product (silu(gate) * up) W^T of gate and up [..., I] and W [H, I]: [..., H], in the dtype of gate and up.
+    """The product (silu(gate) * up) W^T, [..., H], in the dtype of gate and up [..., I]; W is [H, I].
 
     Backward computes silu(gate) * up again; the gradient of W is summed in float32.
     """
@@ -157,7 +159,8 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return x cos + (x_2 first, x_1 second), where x_1 and x_2 are the halves of x, with the strides of x."""
+    """Return x cos + (x_2 first, x_1 second) for x = (x_1, x_2), halves of the last dimension, with the strides of x.
+    `first` and `second` are halves of the sine; which of them is negated gives the direction of the rotation."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
     # A run is so many positions that x has at most CHUNK numbers at them.
     for run in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
@@ -188,7 +191,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def fuse(model: PreTrainedModel) -> int:
-    """Replace the forward of a model's known modules by functions of fewer passes, in place, and return how many.
+    """Replace the forward of a model's known modules by functions of fewer passes, in place; return how many modules.
 
     Written with an operator for each arithmetic step, as in transformers, every step reads and writes all tokens. Each
     function here is a single `torch.autograd.Function` with its gradient in closed form, without a second derivative.

@@ -165,7 +165,7 @@ def gather(
 
 
 def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors on a rank in one message of bytes; each shard is padded to the length of the first rank's."""
+    """Gather tensors on a rank in one message of bytes, each shard padded to the length of the first rank's shard."""
     ranks = dist.get_world_size()
     # Bytes of the first rank's shard of each tensor: FSDP cuts a tensor's rows evenly, and rounds up.
     lengths = [-(-len(tensor) // ranks) * tensor.nbytes // len(tensor) for _, tensor in bucket]

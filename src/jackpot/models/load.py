@@ -198,7 +198,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 
 def _is_inside(name: Any) -> bool:
-    """Tell whether a written name is that of a safetensors file in the model's folder, or in a folder below."""
+    """Tell whether a name in an index or config is that of a safetensors file in the model's folder, at any depth."""
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
@@ -408,7 +408,7 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
 
 
 def head_rows(paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    """Return how many rows of their output layers a run's models read: as many as the shortest output layer has.
+    """Return how many token ids all models of a run give logits to: as many as the shortest output layer has rows.
 
     Models of one family may be padded differently: Qwen2.5 has 151,936 rows up to 3B and 152,064 from 7B on, for
     151,665 tokens. Log-probs are compared token id by token id, so every distribution of a run, in training and in
@@ -444,11 +444,11 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
         return ()
 
     ids = tuple(setting) if isinstance(setting, list | tuple) else (setting,)
-    rows = model.config.get_text_config().vocab_size
-    if not all(type(token) is int and 0 <= token < rows for token in ids):
+    vocabulary = model.config.get_text_config().vocab_size
+    if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
         raise ModelError(
             f"eos_token_id of {model.name_or_path or 'the model'} is {setting!r:.80}; it is a token id from 0 to "
-            f"{rows - 1}, or a list of them: correct generation_config.json, or config.json where there is none"
+            f"{vocabulary - 1}, or a list of them: correct generation_config.json, or config.json where there is none"
         )
     return ids
 

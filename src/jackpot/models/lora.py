@@ -110,7 +110,7 @@ def merged_weights(
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
 
     def stored() -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight, followed by A and B under the same name where it has an adapter."""
+        """Yield each weight; where it has an adapter, also the adapter's matrices A and B, under the weight's name."""
         for name, parameter in _base_parameters(model):
             if layer := deltas.get(name):
                 matrix_a, matrix_b = _factors(layer)
@@ -143,16 +143,16 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     # The first name of each parameter; in the state of the model, a tied weight has further names.
     first_names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
 
-    # Without the adapter's own tensors. Parameters are merged; buffers are as they are, in the first part alone.
+    # What this part writes, without the adapter's own tensors: merged weights and, in the first part, all buffers.
     state = {
         _plain(name): merged.get(first_names[id(tensor)]) if id(tensor) in first_names else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
         if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)
     }
-    state = {name: tensor for name, tensor in state.items() if tensor is not None}  # the others are in other parts
+    state = {name: tensor for name, tensor in state.items() if tensor is not None}  # None: in another part
 
     def write() -> list[Path]:
-        """Write the part, and return the files of its weights."""
+        """Write the gathered part of the model, and return the files of its weights."""
         is_whole = part.size == 1
         files = _write_whole(model, folder, state) if is_whole else _write_one(model, folder, state, part)
         if adapter and part.number == 0:
@@ -228,7 +228,7 @@ def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tens
 
 
 def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] | None) -> list[Path]:
-    """Write all weights of a model, from `state` or, if that is None, from the model itself."""
+    """Write config and weights of a model, from `state` or, if it is None, the model; return the files of weights."""
     model.save_pretrained(folder, state_dict=state)
     return list(folder.glob("*.safetensors"))
 

@@ -30,7 +30,7 @@ _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions"
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return the sliding window of each layer, in tokens, the query's included; None for full causal attention."""
+    """Return each layer's sliding window: how many tokens a query sees, with itself; None: full causal attention."""
     layers = DynamicCache(config=config).layers
     return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
@@ -45,7 +45,7 @@ class AttentionPlan:
         self._block_masks: dict[int | None, BlockMask] = {}  # by window
 
     def window(self, layer: int, passed_window: int | None) -> int | None:
-        """Return the sliding window of a layer, in tokens, the query's included; None for full causal attention.
+        """Return a layer's sliding window: how many tokens a query sees, with itself; None: full causal attention.
 
         Args:
             layer: the index of the layer.
@@ -62,8 +62,8 @@ class AttentionPlan:
         return window
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the mask of every block of the row, [masks, 1, queries, keys], to be added to the attention scores, or
-        None for a block with plain causal attention. Masks are made once for all layers."""
+        """Return for every block of the row the mask that is added to attention scores, [1 or sequences, 1, queries,
+        keys], or None for plain causal attention. Masks are made once for all layers."""
         if (window, dtype) not in self._masks:
             # For each block, the last key that each of its queries sees.
             last_keys = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
@@ -191,7 +191,7 @@ def _by_block(
 def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Return softmax(scaling query key^T + mask) value, [rows, heads, queries, D'], as `scaled_dot_product_attention`.
 
-    Query heads that share a key head are joined in the dimension of queries. The weights are kept for backward.
+    Query heads that share a key head are joined in the dimension of queries. Attention weights are kept for backward.
     """
     rows, heads, queries, _ = query.shape
     key_heads, length = key.shape[1:3]

@@ -34,11 +34,11 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     """
     size, positions = len(row.positions), row.positions
     starts, indices = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
-    sequence = torch.repeat_interleave(indices, row.cu_queries.diff(), output_size=size)  # [S]
+    sequence = torch.repeat_interleave(indices, row.cu_queries.diff(), output_size=size)  # [S], of each token
 
     is_prompt = positions.index_select(0, starts) == 0
     prompts = torch.where(is_prompt, indices, 0).cummax(0).values  # [sequences], the last prompt up to each sequence
-    prompt = prompts.index_select(0, sequence)  # [S]
+    prompt = prompts.index_select(0, sequence)  # [S], the sequence that is the prompt of each token
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Tell whether the token with the index `query` attends to the token with the index `key`."""
@@ -54,7 +54,8 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     first_prompt = prompt.index_select(0, first)
 
     # Rows are blocks of queries, columns blocks of keys. Partly visible: a query may see a key. All visible: each query
-    # sees each key. A prompt that begins inside a block of queries is not in blocks of keys before that block.
+    # sees each key. `has_prompt` asks for the prompt of the first query alone: any later prompt of the block begins
+    # inside of the block, so no earlier block of keys has it.
     has_prompt = (first_sequence <= first_prompt[:, None]) & (first_prompt[:, None] <= last_sequence)
     is_partly_visible = ((last_sequence >= first_sequence[:, None]) | has_prompt) & (first <= first[:, None])
     is_single = first_sequence == last_sequence  # [blocks], True where all tokens of a block are of one sequence
@@ -69,15 +70,18 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
             positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window
         )
 
-    lists = [*_listed(is_partly_visible & ~is_all_visible), *_listed(is_all_visible)]
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
+    # For each block of queries: how many blocks of keys it sees in part, and which; how many it sees whole, and which.
+    counts_and_lists = [*_listed(is_partly_visible & ~is_all_visible), *_listed(is_all_visible)]
+    return BlockMask.from_kv_blocks(*counts_and_lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(size, size))
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of `blocks`, [rows, rows], the number of True entries, [1, 1, rows], and the indices of all
-    columns, those of True entries first, [1, 1, rows, rows]."""
-    columns = blocks.int().argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
+def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Count the True entries in each row of a mask [n, n], [1, 1, n], and list their columns, [1, 1, n, n].
+
+    A row's list begins with the columns of its True entries; the other columns follow.
+    """
+    columns = mask.int().argsort(dim=1, descending=True, stable=True)
+    return mask.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
 @cache

@@ -20,7 +20,7 @@ MAX_LENGTHS = 48
 
 
 class _Sequence(NamedTuple):
-    """A run of tokens of the row, its queries, which attend causally to each other, and all to a prompt before them."""
+    """A run of tokens (queries) that attend causally to each other, and all to the prompt that they share, if any."""
 
     prompt_start: int  # index in the row of the first token of the prompt
     num_shared: int  # number of tokens of the prompt that are keys and not among the queries
@@ -79,7 +79,7 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
                 total += length
 
     # A response's first token is predicted by the prompt's last, each further token by the one before it.
-    columns = torch.arange(max(lengths))
+    columns = torch.arange(max(lengths))  # the index of a token in its response
     token_before = torch.tensor(starts)[:, None] + columns - 1
     predicting = torch.where(columns == 0, torch.tensor(prompt_ends)[:, None], token_before)
     predicting = torch.where(columns < torch.tensor(lengths)[:, None], predicting, 0)
@@ -88,27 +88,30 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         token_ids=torch.cat(pieces),
         positions=torch.cat(positions),
         predicting=predicting,
-        **_block_fields(sequences, torch.tensor(sequences), total),
-        **_sequence_fields(sequences, torch.tensor(sequences)),
+        # Two plans of attention; `table` is [sequences, 4], the fields of each sequence.
+        **_block_fields(sequences, table=torch.tensor(sequences), size=total),
+        **_sequence_fields(sequences, table=torch.tensor(sequences)),
     )
 
 
 def _key_indices(table: Tensor, width: int) -> Tensor:
-    """Return the indices in the packed row of the keys of some sequences, [rows, width].
+    """Return the indices in the packed row of the keys of some sequences, [sequences, width].
 
     The keys of a sequence are the shared tokens of its prompt, then its queries. Columns after the last key repeat it.
 
     Args:
-        table: [rows, 4], the fields of each `_Sequence`.
+        table: [sequences, 4], the fields of each `_Sequence`.
     """
-    prompt_start, num_shared, query_start, num_queries = table.T[..., None]  # [rows, 1] each
-    nth_key = torch.minimum(torch.arange(width), num_shared + num_queries - 1)  # [rows, width], counted from 0
+    prompt_start, num_shared, query_start, num_queries = table.T[..., None]  # [sequences, 1] each
+    nth_key = torch.minimum(torch.arange(width), num_shared + num_queries - 1)  # [sequences, width], counted from 0
     return torch.where(nth_key < num_shared, prompt_start + nth_key, query_start + nth_key - num_shared)
 
 
 def _sequence_fields(sequences: Sequence[_Sequence], table: Tensor) -> dict:
-    """Return the fields of a `PackedRow` that plan attention without padding; `table` [sequences, 4] has the sequences'
-    own fields."""
+    """Return `cu_*`, `sequence_keys` and `longest`, the fields of a `PackedRow` that plan attention without padding.
+
+    `table` is [sequences, 4], the fields of each `_Sequence`.
+    """
     queries, keys = [sequence.num_queries for sequence in sequences], [sequence.num_keys for sequence in sequences]
     exists = torch.arange(max(keys)) < torch.tensor(keys)[:, None]  # [sequences, most keys], False on padding
     return {
@@ -120,8 +123,10 @@ def _sequence_fields(sequences: Sequence[_Sequence], table: Tensor) -> dict:
 
 
 def _block_fields(sequences: Sequence[_Sequence], table: Tensor, size: int) -> dict:
-    """Return the fields of a `PackedRow` of `size` tokens that plan attention in padded blocks; `table` [sequences, 4]
-    has the sequences' own fields."""
+    """Return `blocks` and `block_*`, the fields of a `PackedRow` of `size` tokens that plan attention in padded blocks.
+
+    `table` is [sequences, 4], the fields of each `_Sequence`. A sequence is a row of a block; each token is a query.
+    """
     blocks, positions = [], []
     queries, keys = [], []
     outputs = torch.empty(size, dtype=torch.int64)
@@ -130,31 +135,38 @@ def _block_fields(sequences: Sequence[_Sequence], table: Tensor, size: int) -> d
     for is_square in (True, False):
         candidates = [index for index, sequence in enumerate(sequences) if (sequence.num_shared == 0) == is_square]
         for members in _split(sequences, candidates):  # indices of the sequences of one block
-            width = max(sequences[index].num_queries for index in members)
-            depth = max(sequences[index].num_keys for index in members)
-            rows = table[members]
-            _, num_shared, query_start, num_queries = rows.T[..., None]  # [members, 1] each
+            most_queries = max(sequences[index].num_queries for index in members)
+            most_keys = max(sequences[index].num_keys for index in members)
+            fields = table[members]
+            _, num_shared, query_start, num_queries = fields.T[..., None]  # [members, 1] each
 
-            # [members, width] each: the index of every query in the packed row, and the place of the last key that the
-            # query attends to among the keys of its sequence, from 0. Padding repeats the last query of its sequence.
-            columns = torch.arange(width)
-            exists = columns < num_queries
-            offsets = torch.minimum(columns, num_queries - 1)
-            indices, last = query_start + offsets, num_shared + offsets
+            # [members, most queries] each: the index of every query in the packed row, and the last key that it attends
+            # to, counted from 0 among the keys of its sequence. Padding repeats the last query of its sequence.
+            nth_query = torch.arange(most_queries)
+            exists = nth_query < num_queries  # False on padding
+            offsets = torch.minimum(nth_query, num_queries - 1)
+            indices, last_keys = query_start + offsets, num_shared + offsets
 
             if is_square:
-                last = columns[None]  # as plain causal attention
-            elif bool((last == last[:1]).all()):
-                last = last[:1]  # all rows have the same mask
+                last_keys = nth_query[None]  # as plain causal attention
+            elif bool((last_keys == last_keys[:1]).all()):
+                last_keys = last_keys[:1]  # all sequences have the same mask
 
             # Where each query that is no padding stands among the padded queries of all blocks.
-            outputs[indices[exists]] = total + torch.arange(len(members) * width).view(-1, width)[exists]
-            total += len(members) * width
+            size_of_block = len(members) * most_queries
+            outputs[indices[exists]] = total + torch.arange(size_of_block).view(-1, most_queries)[exists]
+            total += size_of_block
             queries.append(indices.flatten())
-            keys.append(_key_indices(rows, depth).flatten())
-            positions.append(last.flatten())
+            keys.append(_key_indices(fields, most_keys).flatten())
+            positions.append(last_keys.flatten())
             blocks.append(
-                AttentionBlock(rows=len(members), queries=width, keys=depth, is_square=is_square, masks=len(last))
+                AttentionBlock(
+                    rows=len(members),
+                    queries=most_queries,
+                    keys=most_keys,
+                    is_square=is_square,
+                    masks=len(last_keys),
+                )
             )
 
     return {
@@ -179,6 +191,7 @@ def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[
     ordered = [sequences[index] for index in indices]
 
     # A group: the sequences of one length, rounded up to a multiple of `step`. A block is one or more whole groups.
+    # `starts` and `ends` say where each group stands in `ordered`.
     step = -(-ordered[-1].num_queries // MAX_LENGTHS)
     ends = [
         place + 1

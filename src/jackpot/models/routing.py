@@ -26,7 +26,7 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
     records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}  # a tensor of each pass
 
     def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Record the experts that a layer is called with: its second argument, or one with a name of `_ARGUMENTS`."""
+        """Record each token's experts, which a layer gets by a name in `_ARGUMENTS` or else as its second argument."""
         experts = next((kwargs[name] for name in _ARGUMENTS if name in kwargs), None)
         records[layer].append((args[1] if experts is None else experts).sort(dim=-1).values)
 

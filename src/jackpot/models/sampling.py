@@ -73,7 +73,7 @@ def draw_tokens(
 
 
 def _draw(scores: Tensor, uniforms: Tensor, num_top_log_probs: int) -> Draw:
-    """Draw from rows of `_scores`, [N, V]."""
+    """Draw a token of each row from scores [N, V], which `_scores` returned, and find the row's top log-probs."""
     highest = scores.amax(dim=-1, keepdim=True)
     tokens, totals = _invert((scores - highest).exp_(), uniforms)
     top_scores, top_ids = largest(scores, num_top_log_probs)
@@ -158,6 +158,7 @@ def _restricted(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 
 def _first_above(running: Tensor, masses: Tensor, goal: Tensor) -> Tensor:
-    """Return the first index whose running sum exceeds `goal`, [N, 1]; where rounding left none, the last with mass."""
+    """Return in each row the first index whose running sum exceeds the goal, [N, 1]; where rounding left none, the last
+    index with a mass above 0. `running` has the running sums of `masses`."""
     last = masses.shape[-1] - 1 - (masses > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(running, goal, right=True), last)

@@ -37,8 +37,8 @@ def forward_responses(
     Raises:
         DataError: an empty prompt.
     """
-    rows, index = unique_rows(prompts)
-    prompt_ids, prompt_mask = pad_tokens(rows, "left", model.device)
+    distinct, index = unique_rows(prompts)  # the distinct prompts, and which of them each response has
+    prompt_ids, prompt_mask = pad_tokens(distinct, "left", model.device)
     ids, mask = pad_tokens(responses, "right", model.device)
     prompt_index = upload(torch.tensor(index), model.device)
     return ResponseForward(predicting_hidden(model, prompt_ids, prompt_mask, prompt_index, ids, mask), ids, mask)
@@ -89,7 +89,7 @@ def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling
 def exact_log_probs(
     model: PreTrainedModel, temperature: float, hidden: Tensor, *columns: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield log-probs of the whole vocabulary, [n, V] float64, n positions at a time, with the same rows of `columns`.
+    """Yield log-probs of the whole vocabulary, [n, V] float64, of n positions at a time, then each of `columns` there.
 
     The softmax of the float32 logits is taken in float64, so that its rounding does not show in divergences.
 
@@ -102,7 +102,7 @@ def exact_log_probs(
 
 
 def logit_chunks(model: PreTrainedModel, hidden: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield logits before the temperature, [n, V] float32, n positions at a time, with the same rows of `columns`.
+    """Yield logits before the temperature, [n, V] float32, of n positions at a time, then each of `columns` there.
 
     Args:
         hidden: [N, H].

@@ -92,7 +92,8 @@ def estimate_z(
 
 
 def _is_distribution(ids: Tensor, top: Tensor) -> Tensor:
-    """Return whether each list [..., K] names no token twice and has probabilities of at most 1 in sum: bool [...]."""
+    """Return whether the top-k list of each position has no token twice and sums to at most 1: bool [...]. A list has K
+    tokens, `ids` [..., K], and their log-probs, `top` [..., K]."""
     absent = -1 - torch.arange(ids.shape[-1], device=ids.device)  # distinct ids in place of absent tokens
     named = torch.where(top > -torch.inf, ids, absent).sort(-1).values
     return (named.diff(dim=-1) != 0).all(-1) & (top.float().exp().sum(-1) <= _MASS)
@@ -113,7 +114,8 @@ def _policy_scores(
 
 
 def _check_distributions(ids: Tensor, top: Tensor, name: str, scores: Tensor, head: object) -> None:
-    """Raise the DataErrors of `estimate_z` about the engine's lists, `ids` and `top`, and its argument `name`."""
+    """Raise the DataErrors of `estimate_z` about the engine's lists, `ids` and `top`, and the policy's `scores` and
+    `head`; `name` is the argument of `estimate_z` that gave `scores`."""
     arguments: dict[str, object] = {"rollout_top_ids": ids, "rollout_top_log_probs": top, name: scores}
     for argument, tensor in arguments.items():
         if not isinstance(tensor, Tensor):
@@ -154,15 +156,15 @@ def _read_policy(
         top, top_ids = scaled.topk(min(ids.shape[-1], scaled.shape[-1]), dim=-1)
         return scaled.gather(-1, ids) - normalizer, top_ids, top - normalizer
 
-    rows, k = scores.reshape(-1, scores.shape[-1]), ids.shape[-1]
+    states, k = scores.reshape(-1, scores.shape[-1]), ids.shape[-1]
     output = linear_head(
-        Head(hidden=rows, weight=head.weight, bias=head.bias, soft_cap=None),
-        ids.new_zeros(len(rows)),  # in place of sampled ids, whose log-probs are not needed
+        Head(hidden=states, weight=head.weight, bias=head.bias, soft_cap=None),
+        ids.new_zeros(len(states)),  # in place of sampled ids, whose log-probs are not needed
         temperature=temperature,
         num_top=k,
-        gather_ids=ids.reshape(len(rows), k),
+        gather_ids=ids.reshape(len(states), k),
         only_log_probs=True,
     )
-    columns = output.gathered, output.top_ids, output.top_log_probs
-    at_ids, top_ids, top = (column.view(*ids.shape[:-1], column.shape[-1]) for column in columns)
+    tensors = output.gathered, output.top_ids, output.top_log_probs
+    at_ids, top_ids, top = (tensor.view(*ids.shape[:-1], tensor.shape[-1]) for tensor in tensors)
     return at_ids, top_ids, top

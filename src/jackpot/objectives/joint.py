@@ -69,7 +69,7 @@ class RolloutModelObjective:
     """The rollout model's objective, eqs. 6 and 7, with its coefficients.
 
     The target of its correction is the rollout model itself, as training scores it. So the correction is for the
-    difference between training and engine, p_omega,ref / p_inf.
+    difference between training and engine: for the ratio of the model's probabilities there, p_omega,ref / p_inf.
     """
 
     correction: CorrectionFn
@@ -155,7 +155,7 @@ class JointLoss:
 
     @property
     def rollout_model(self) -> Tensor:
-        """Return the numerator of the rollout model's part of eq. 8, a scalar."""
+        """Return the sum of the rollout model's two numerators, those of eqs. 6 and 7, a scalar."""
         return self.rollout_model_ppo + self.rollout_model_distill
 
 
@@ -176,14 +176,14 @@ def token_scores(
     distill: Distillation | None,
     reference_kl: Tensor | None = None,
 ) -> TokenScores:
-    """Arrange the head's outputs [N] as [B, T] and estimate Z; without a rollout model the policy stands for it too.
+    """Arrange the head's outputs [N] as [B, T] and estimate Z. Without a rollout model, the policy is taken for it.
 
     Args:
         head: output for the N tokens of the response mask, in row-major order.
         rollout_weights_are_current: [B, T] bool, True where the model that generated the token still has, in training,
             the weights that generated it, and the engine samples from them unquantized and untruncated. Only there do
             the log-probs of that model equal log p_inf.
-        lam: lam at which Z is taken.
+        lam: the lam in Z = sum_x min(p_inf(x), p_policy(x) / lam).
         normalizer: key of `NORMALIZERS`; "exact" only if `check_exact` passes.
         distill: a value of `DISTILLATIONS`; None where no rollout model is trained.
         reference_kl: [N], None where there is no reference.
@@ -227,19 +227,19 @@ def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tupl
         head: head over the N tokens of the response mask.
 
     Returns:
-        The log-probs of the sampled tokens, [N] with gradient, and of the lists' ids, [N, K] without gradient.
+        The log-probs of the sampled tokens, [N] with gradient, and of the engine's top-k ids, [N, K] without gradient.
     """
-    ids, listed = batch.at_sampled(batch.response_ids), batch.at_sampled(batch.top_ids)
+    sampled_ids, top_ids = batch.at_sampled(batch.response_ids), batch.at_sampled(batch.top_ids)
     is_kept = batch.at_sampled(batch.top_log_probs) > -torch.inf  # False also for NaN: no log-prob
-    return support_log_probs(head, ids, listed, is_kept, temperature)
+    return support_log_probs(head, sampled_ids, top_ids, is_kept, temperature)
 
 
 def on_support(
     output: HeadOutput | JointOutput, heads: Sequence[Head], batch: TokenBatch, temperature: float
 ) -> HeadOutput | JointOutput:
-    """Replace the log-probs in a head's output, and its `gathered`, by those of `scores_on_support`.
+    """Replace the log-probs of sampled ids and of the engine's top-k ids in `output` by those of `scores_on_support`.
 
-    Entropy, top-k and KLs stay those of the whole vocabulary.
+    `gathered` has the latter. Entropy, the head's own top-k and KLs stay those of the whole vocabulary.
 
     Args:
         heads: head of the policy, and that of the rollout model where `output` has both.
@@ -247,8 +247,8 @@ def on_support(
     both = [output.policy, output.rollout_model] if isinstance(output, JointOutput) else [output]
     renormalized = []
     for whole, head in zip(both, heads, strict=True):
-        log_probs, listed = scores_on_support(head, batch, temperature)
-        renormalized.append(replace(whole, log_probs=log_probs, gathered=listed))
+        log_probs, top_log_probs = scores_on_support(head, batch, temperature)
+        renormalized.append(replace(whole, log_probs=log_probs, gathered=top_log_probs))
 
     if isinstance(output, JointOutput):
         return replace(output, policy=renormalized[0], rollout_model=renormalized[1])
@@ -266,12 +266,12 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
         forward_kl=nothing,
         reverse_kl=nothing,
         exact_z=torch.full_like(nothing, min(1.0, 1.0 / lam)),
-        fill_ins=itself.top_log_probs,
+        fill_ins=itself.top_log_probs,  # the copy's log-probs at the policy's top-k ids
     )
 
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
-    """Make the policy itself the sampler in Z at tokens that it sampled (`by_policy`, [N] bool); keep the KLs."""
+    """Replace the rollout model in Z by the policy at tokens that the policy sampled (`by_policy`, [N] bool)."""
     itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
     return replace(joint, fill_ins=torch.where(by_policy[:, None], itself, joint.fill_ins), exact_z=exact_z)
@@ -286,21 +286,23 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
         rollout_top_ids=top_ids,
         target_top_ids=policy.top_ids,
         target_top_log_probs=policy.top_log_probs,
-        fill_ins=joint.fill_ins,
-        fill_valid=current,
+        fill_ins=joint.fill_ins,  # the rollout model's log-probs, in training, at the policy's top-k ids
+        fill_valid=current,  # where these are also the sampler's
         lam=lam,
     )
 
 
 def check_exact(rollout_weights_are_current: Tensor, response_mask: Tensor) -> None:
-    """Refuse `normalizer: exact` if other weights sampled some of the tokens. Both tensors are still on the CPU.
+    """Refuse `normalizer: exact` unless every token was sampled from the distribution that training computes now.
+
+    Both tensors are still on the CPU.
 
     Args:
         rollout_weights_are_current: [B, T] bool, as in `token_scores`.
         response_mask: [B, T].
 
     Raises:
-        ConfigError: there are such tokens.
+        ConfigError: some tokens were not.
     """
     stale, count = (response_mask & ~rollout_weights_are_current).sum(), response_mask.sum()
     if stale:
@@ -336,18 +338,19 @@ def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tenso
 def measured_inputs(
     objective: PolicyObjective, batch: TokenBatch, old: OldLogProbs, now: OldLogProbs
 ) -> tuple[CorrectionInputs, Sums]:
-    """Return the inputs of the policy's correction on a micro-batch, and their sums, which it needs over a whole step.
+    """Return the inputs of the policy's correction on a micro-batch, and the sums that `measured` takes of them.
 
     Args:
-        now: the current models' log-probs, by `OldLogProbs.of`; `old` where neither target nor proximal point is "new".
+        now: log-probs under the current weights, by `OldLogProbs.of`; `old` where neither target nor proximal point is
+            "new".
     """
-    named = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
+    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
     target = old if objective.target == "old" else now
 
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
-        target_log_probs=named[objective.target],
-        proximal_log_probs=named[objective.proximal],
+        target_log_probs=by_name[objective.target],
+        proximal_log_probs=by_name[objective.proximal],
         response_mask=batch.response_mask,
         uniforms=batch.uniforms,
         advantages=batch.advantages,
@@ -400,9 +403,9 @@ def joint_loss(
 
     Args:
         rollout_model: the rollout model's objective; None where no rollout model is trained.
-        inputs: inputs of the policy's correction, by `measured_inputs`.
+        inputs: inputs of the policy's correction, as `measured_inputs` returns them.
         totals: sums over an optimizer step, for the correction; {} where there are none yet.
-        max_length: the sampling limit on T, for `loss_agg_mode: seq-mean-token-sum-norm`.
+        max_length: the most tokens that a response may have, for `loss_agg_mode: seq-mean-token-sum-norm`.
     """
     terms = policy_terms(policy, batch, scores, inputs)
     correction = policy.correction.apply(inputs, totals)
@@ -472,8 +475,8 @@ def rollout_model_loss(
         return nothing, nothing, {}
 
     mask, log_probs = batch.response_mask, scores.rollout_model_log_probs
-    named = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
-    proximal = named[objective.proximal]
+    by_name = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)
+    proximal = by_name[objective.proximal]
 
     # The correction is for p_proximal / p_inf of the rollout model itself, and is applied without sums over the step.
     inputs = CorrectionInputs(
@@ -508,12 +511,12 @@ def rollout_model_loss(
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
-    """Return a metric whose value is numerator / denominator, so that losses of micro-batches add up."""
+    """Return a metric of value numerator / denominator; both add up where metrics of micro-batches are added."""
     return Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double())
 
 
 def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> Sums:
-    """Measure both models, and how far engine, rollout model and policy lie apart, before any correction."""
+    """Return metrics of both models and of how far engine, rollout model and policy differ, before any correction."""
     mask = batch.response_mask
     log_ratio = torch.where(mask, old.old_log_probs - batch.rollout_log_probs, 0.0)  # log p_old / p_inf
     moved = torch.where(mask, old.old_log_probs - scores.log_probs.detach(), 0.0)  # log p_old / p_new

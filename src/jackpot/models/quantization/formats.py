@@ -36,7 +36,7 @@ class SideFormats:
 
 
 class LayerDifference(NamedTuple):
-    """Layers that two sides, such as an engine and training, compute with different number formats."""
+    """Layers that two sides of a comparison, such as engine and training, compute with different number formats."""
 
     layers: str  # a name with * in place of the layers' numbers, and how many layers there are
     first: str  # the number format of the first side
@@ -44,10 +44,11 @@ class LayerDifference(NamedTuple):
 
 
 def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
-    """Return the number format of each matrix of a model by its name, and those under the keys BETWEEN, CACHE and HEAD.
+    """Return the number format of each matrix of a model, by the matrix's name.
 
-    The model may be on the meta device. The format of a matrix that a quantized side does not quantize is followed by
-    the reason.
+    Three keys are no names of matrices: BETWEEN for norms and what flows between layers, CACHE for keys and values,
+    HEAD for the output layer. The model may be on the meta device. The format of a matrix that a quantized side
+    does not quantize is followed by the reason.
     """
     products = side.autocast or side.dtype
     reasons = quantized_names(model).kept
@@ -72,8 +73,8 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
 def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[LayerDifference, ...]:
     """Return the layers whose formats differ in the `layer_formats` of two sides, such as an engine and training.
 
-    Layers that differ in their number alone become one entry. Formats that differ only in the reason for not quantizing
-    are equal.
+    Layers whose names differ in a number alone become one entry. Formats that differ only in the reason for not
+    quantizing are equal.
     """
     # Each difference once, with * in place of the layers' numbers, and how many layers have it.
     counts = Counter(
@@ -82,7 +83,9 @@ def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tu
         if name in second and first[name].partition(_KEPT)[0] != second[name].partition(_KEPT)[0]
     )
     return tuple(
-        LayerDifference(f"{name} ({count})" if count > 1 else name, format_of_first, format_of_second)
+        LayerDifference(
+            layers=f"{name} ({count})" if count > 1 else name, first=format_of_first, second=format_of_second
+        )
         for (name, format_of_first, format_of_second), count in counts.items()
     )
 

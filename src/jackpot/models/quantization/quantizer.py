@@ -74,7 +74,7 @@ def quantize(values: Tensor, grid: Grid) -> Quantized:
 
 def _codes_and_scales(values: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Return the codes [R, C] and the scales of a matrix, as in `Quantized`."""
-    blocks = _blocks(values.float(), grid)  # [rows of blocks, rows, columns of blocks, columns]
+    blocks = _blocks(values.float(), grid)  # [blocks down, rows of a block, blocks across, columns of a block]
     scales = block_scales(blocks.abs().amax(dim=(1, 3)), grid)
     codes = encode(blocks, scales[:, None, :, None], grid.codes)
     return _matrix(codes, values.shape), scales
@@ -153,7 +153,7 @@ def next_power_of_two(values: Tensor, divisor: float = 1.0) -> Tensor:
 
 
 def _blocks(matrix: Tensor, grid: Grid) -> Tensor:
-    """Reshape [R, C] to [rows of blocks, rows, columns of blocks, columns], padded with zeros."""
+    """Cut a matrix into blocks, padded by zeros: [blocks down, rows of a block, blocks across, columns of a block]."""
     rows, columns = grid.block(matrix.shape)
     full = padded(matrix, rows, columns)
     return full.reshape(full.shape[0] // rows, rows, full.shape[1] // columns, columns)
@@ -170,7 +170,7 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Undo `_blocks`, and remove the padding."""
+    """Join the blocks that `_blocks` returned, or numbers in their shape, to a matrix of `shape` without padding."""
     matrix = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
     return matrix[: shape[0], : shape[1]].contiguous()
 
@@ -180,7 +180,7 @@ BLOCK = 128  # rows and columns of a block in DeepSeek-V3 (arXiv 2412.19437, 3.3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """How a linear layer quantizes its weight and its inputs: each a matrix whose columns are the features in."""
+    """How a linear layer quantizes its weight and its inputs, two matrices with a column for each input feature."""
 
     weights: Grid
     activations: Grid | None  # None: activations are not quantized, and weights are dequantized before the product

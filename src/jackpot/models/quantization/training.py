@@ -39,7 +39,8 @@ Forward = Callable[..., Any]
 class CodedProduct(torch.autograd.Function):
     """The product X W^T of codes, [M, N] in the dtype of X; only codes and scales are kept for backward.
 
-    With x and w the numbers that the codes stand for, and g the gradient of the output, the setting `backward` may be
+    The setting `backward` chooses the gradients d X and d W. With x and w the numbers that the codes stand for, and g
+    the gradient of the output, it may be
     "dequantized": d X = g w, d W = g^T x, as products in the dtype of g; or
     "fp8", for FP8 codes alone: d X = q(g) w, d W = q(g^T) q(x^T), where q quantizes in blocks of 1 x 128 along the sum,
     which is over features out for d X and over tokens for d W.
@@ -140,15 +141,15 @@ class LastRows:
         self._last: tuple[ref[Tensor], int, torch.dtype, Quantized] | None = None
 
     def of(self, inputs: Tensor, dtype: torch.dtype) -> Quantized:
-        """Return the codes of inputs [..., K], cast to `dtype` first, as a matrix [M, K]."""
+        """Return the codes of inputs [..., K], cast to `dtype` first, as a matrix [M, K]; keep them until the next."""
         if self._last is not None:
-            last_inputs, version, last_dtype, rows = self._last
-            if last_inputs() is inputs and version == inputs._version and last_dtype == dtype:
-                return rows
+            last_inputs, last_version, last_dtype, last_codes = self._last
+            if last_inputs() is inputs and last_version == inputs._version and last_dtype == dtype:
+                return last_codes
         with torch.no_grad():
-            rows = quantize(inputs.to(dtype).reshape(-1, inputs.shape[-1]), self._grid)
-        self._last = ref(inputs), inputs._version, dtype, rows
-        return rows
+            codes = quantize(inputs.to(dtype).reshape(-1, inputs.shape[-1]), self._grid)
+        self._last = ref(inputs), inputs._version, dtype, codes
+        return codes
 
 
 def train_in_codes(
@@ -205,9 +206,9 @@ def train_in_codes(
 def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Let a backbone compute in `dtype` as a model with weights of that dtype does, in place; weights stay float32.
 
-    Autocast would keep float32 between layers, and in norms. Here the weights of a module, and of the modules inside
-    it, which some modules read directly, are rounded while it runs, so that activations between layers have the dtype
-    too. The output layer does not belong to the backbone.
+    Autocast would keep float32 between layers, and in norms. Here, while a module runs, its weights are rounded, and
+    those of the modules inside it, as its code may read them directly. So activations between layers have the dtype
+    too. The output layer is no part of the backbone and does not change.
     """
     body = model.base_model
     for module in body.modules():
@@ -237,9 +238,9 @@ def _rounded_outputs(_: nn.Module, forward: Forward, dtype: torch.dtype, *args: 
 
 
 class _LookupIn(TorchFunctionMode):
-    """A mode in which an embedding looks rows up in a float32 table and rounds them, and not in its own rounded table.
+    """A mode in which an embedding with rounded weights looks rows up in a float32 table instead, and rounds the rows.
 
-    It is for embeddings that also change the rows, such as scale them. So the gradient of a row adds up in float32.
+    So the gradient of a row adds up in float32. It is for embeddings that also change the rows, such as scale them.
     """
 
     def __init__(self, table: Tensor, dtype: torch.dtype) -> None:

@@ -24,7 +24,8 @@ from jackpot.objectives.constants import Kappa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionInputs:
-    """The inputs of a correction at every response token. All [B, T] but `by_policy`, detached; masked: ignored."""
+    """The inputs of a correction at every response token, detached: [B, T] each, except `by_policy`. Values at masked
+    tokens are ignored."""
 
     rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
     target_log_probs: Tensor  # log p_target, the distribution that the weights align to
@@ -130,7 +131,7 @@ class Correction:
 
     @property
     def kappas(self) -> Kappas:
-        """Return the factors kappa that the weights contain, of both models."""
+        """Return the factors on Z that the weights contain, for the tokens of each model that sampled."""
         return Kappas(self.kappa, self.kappa_of_policy)
 
 
@@ -152,12 +153,12 @@ class CorrectionFn(Protocol):
 
     @property
     def kappa(self) -> Kappa:
-        """Return when `apply` needs sums over the optimizer step."""
+        """Return when `apply` needs its `totals` over the optimizer step: "none" for never, or "prepass" or "auto"."""
         ...
 
     @property
     def lam(self) -> float:
-        """Return the lam at which acceptance and Z are measured, unless the inputs have a lam for each token."""
+        """Return the lam in the acceptance min(1, rho / lam) and in Z, for inputs whose own `lam` is None."""
         ...
 
     @property
@@ -166,7 +167,7 @@ class CorrectionFn(Protocol):
         ...
 
     def measure(self, inputs: CorrectionInputs) -> Mapping[str, Metric]:
-        """Sum over the tokens of a micro-batch the quantities whose totals over a step `apply` needs, named as metrics.
+        """Return sums over a micro-batch's tokens whose totals over a step `apply` needs; the keys are metric names.
 
         Return {} where `apply` needs only the sums of `measure_overlap`, which `measured` adds for every correction.
         """
@@ -194,13 +195,13 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Return the sums of `correction.measure` on a micro-batch, and those of `measure_overlap` if it lacks them."""
+    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` added if missing."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 
 
 def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
-    """Sum over the sampled tokens the metrics that tell how far p_inf and p_target overlap (docs/metrics.md), by name.
+    """Return metrics of how far p_inf and p_target overlap, as sums over the sampled tokens, by name (docs/metrics.md).
 
     Where Z is exact, the mean of `acceptance_minus_z` is 0 within its standard error: a martingale difference,
     uncorrelated between tokens. Where two models sampled, acceptance and Z of each model's tokens are summed too.
@@ -218,7 +219,7 @@ def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
 
 
 def no_kappa(device: torch.device) -> Kappas:
-    """Return a kappa of 1, which leaves Z as it is."""
+    """Return 1 for kappa, the factor on Z, so that Z stays as it is."""
     return Kappas(torch.ones((), dtype=torch.float64, device=device))
 
 
@@ -227,15 +228,15 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
-        """Return sum a / sum Z over the tokens of one model, given as a suffix of metrics; "" for all tokens."""
+        """Return sum of acceptance / sum of Z over one model's tokens; `model` is a suffix of metrics, "" for all."""
         accepted, z = Mean.named(totals, f"obrs/acceptance{model}"), Mean.named(totals, f"obrs/z{model}")
         return obrs.kappa(accepted.total, z.total).to(device)
 
     if not totals:
         return no_kappa(device)
     if inputs.by_policy is None:
-        return Kappas(quotient(""))
+        return Kappas(kappa=quotient(""))
 
     # A rollout model that sampled no token of the step gets the policy's kappa.
     policy_kappa, count = quotient("_by_policy"), Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)
-    return Kappas(torch.where(count > 0, quotient("_by_rollout_model"), policy_kappa), policy_kappa)
+    return Kappas(kappa=torch.where(count > 0, quotient("_by_rollout_model"), policy_kappa), of_policy=policy_kappa)

@@ -45,6 +45,7 @@ def obrs(
 ) -> Weighed:
     """Accept a token with probability a = min(1, rho / lam), with the weight min(kappa Z max(lam, rho), c1) r2: `obrs`.
 
+    r2 = min(p_proximal / p_target, c2) moves the weight to the point that PPO's ratio starts from.
     The defaults of lam, c1 and c2 are the paper's. `mask: sampled` is the paper's Bernoulli mask; `mask: expected`
     multiplies by the mask's mean a(x) instead, which has less variance. `kappa: none` sets kappa to 1. Else kappa is
     computed from sums over this optimizer step, known after one more forward pass (`prepass`) or at the latest after
@@ -72,7 +73,7 @@ def reweight_only(
 ) -> Weighed:
     """Weigh every token by OBRS's weight, min(kappa Z max(lam, rho), c1) r2, and reject none: `reweight_only`.
 
-    Source: submission, appendix C.1.
+    Here r2 = min(p_proximal / p_target, c2). Source: submission, appendix C.1.
 
     Biased towards the rollout model: a token with rho < lam, which OBRS would mostly reject, keeps the weight Z lam.
     """
@@ -98,9 +99,9 @@ def mask_only(rollout_log_probs: Tensor, uniforms: Tensor, acceptance: Tensor, m
 
 
 def target_only(log_ratio: Tensor, to_proximal: Tensor, c1: float, c2: float) -> Weighed:
-    """Weigh a token by min(rho, c1) r2, which is TIS at OBRS's target and caps, without Z or mask: `target_only`.
+    """Weigh a token by min(rho, c1) * min(p_proximal / p_target, c2), without Z or mask: `target_only`.
 
-    Biased as `tis`. With target and proximal point equal it is `tis` with cap c1.
+    This is TIS at OBRS's target and caps, biased as `tis`. With target and proximal point equal it is `tis` at cap c1.
     """
     return _capped(log_ratio.exp(), to_proximal, c1, c2)
 
@@ -110,10 +111,10 @@ def coin_only(
 ) -> Weighed:
     """Reject tokens as OBRS does, and weigh the accepted ones without Z, by min(max(lam, rho), c1) r2: `coin_only`.
 
-    If c1 >= lam, mask times weight has the expectation of the weight of `target_only`, and so the same bias; the mask
-    adds variance.
+    Here r2 = min(p_proximal / p_target, c2). If c1 >= lam, mask times weight has the expectation of the weight of
+    `target_only`, and so the same bias; the mask adds variance.
     """
-    return _capped(log_ratio.exp().clamp(min=lam), to_proximal, c1, c2, MASKS["sampled"](acceptance, uniforms))
+    return _capped(log_ratio.exp().clamp(min=lam), to_proximal, c1, c2, accepted=MASKS["sampled"](acceptance, uniforms))
 
 
 def _capped(

@@ -53,7 +53,7 @@ class ByFormula:
         return measure_overlap(inputs, self.lam)
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        """Evaluate the formula on a micro-batch; kappa comes from `totals`, the sums over the optimizer step."""
+        """Evaluate the formula on a micro-batch, with the factor kappa on Z from `totals`, the sums over a step."""
         kappas = step_kappas(inputs, {} if self.kappa == "none" else totals)
         names = [name for name in signature(self.formula).parameters if name in TENSORS]
         weighed = self.formula(**{name: self._tensor(name, inputs, kappas) for name in names}, **self.settings)

@@ -91,21 +91,22 @@ def difference(rollout_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
 
 
 def seq_tis(log_ratio: Tensor, cap: float) -> Weighed:
-    """Weigh every token of a response by min(R, cap): `seq_tis`, verl's `rollout_is: sequence` with verl's default cap.
+    """Weigh every token of a response by min(R, cap), with R the product of its tokens' ratios: `seq_tis`.
 
-    R corrects prefixes and returns too, so without the cap the weight would be unbiased for the whole response. With
-    the cap it is biased towards the rollout model wherever R > cap. The spread of R grows exponentially with the
-    length, so on long responses most weights are either capped or almost 0.
+    This is verl's `rollout_is: sequence` with verl's default cap. R corrects prefixes and returns too, so without the
+    cap the weight would be unbiased for the whole response. With the cap it is biased towards the rollout model
+    wherever R > cap. The spread of R grows exponentially with the length, so on long responses most weights are either
+    capped or almost 0.
     """
     log_product, log_cap = _of_response(log_ratio), math.log(cap)
     return Weighed(log_product.clamp(max=log_cap).exp(), capped=log_product > log_cap)
 
 
 def seq_mask(log_ratio: Tensor, low: float, high: float) -> Weighed:
-    """Weigh tokens by R where low <= R <= high, and reject other responses whole: `seq_mask`, TRL's `sequence_mask`.
+    """Weigh tokens by R, the product of a response's ratios, if low <= R <= high, else reject them: `seq_mask`.
 
-    The defaults are TRL's. Biased towards responses on which both models agree, and with a lower bound towards short
-    ones, for R leaves any band as the response grows.
+    This is TRL's `sequence_mask`, with TRL's defaults. Biased towards responses on which both models agree, and
+    with a lower bound towards short ones, for R leaves any band as the response grows.
     """
     log_product = _of_response(log_ratio)
     inside = (log_product >= _log(low)) & (log_product <= _log(high))
@@ -113,12 +114,12 @@ def seq_mask(log_ratio: Tensor, low: float, high: float) -> Weighed:
 
 
 def geo_mask(log_ratio: Tensor, response_mask: Tensor, low: float, high: float) -> Weighed:
-    """Weigh tokens by 1, and reject a response whole unless low <= R^(1/n) <= high, for n sampled tokens: `geo_mask`.
+    """Weigh tokens by 1, and reject a response whole unless low <= R^(1/n) <= high: `geo_mask`.
 
-    Liu, Li et al. 2025, "When speed kills stability"; verl's `seq_mean_k1`, which bounds 1 / R^(1/n). The defaults
-    are verl's for one model in two engines; another rollout model needs a far wider band. Unlike `seq_mask` it does not
-    reject long responses more often, but accepted tokens are not reweighted: biased as `none`, and by the choice of
-    responses.
+    R^(1/n) is the geometric mean of the ratios of its n sampled tokens. Liu, Li et al. 2025, "When speed kills
+    stability"; verl's `seq_mean_k1`, which bounds 1 / R^(1/n). The defaults are verl's for one model in two engines;
+    another rollout model needs a far wider band. Unlike `seq_mask` it does not reject long responses more often, but
+    accepted tokens are not reweighted: biased as `none`, and by the choice of responses.
     """
     log_mean = _of_response(log_ratio) / response_mask.sum(-1, keepdim=True).clamp(min=1)
     inside = (log_mean >= _log(low)) & (log_mean <= _log(high))
@@ -131,11 +132,12 @@ def min_prefix(log_ratio: Tensor, response_mask: Tensor, cap: float) -> Weighed:
     After MinPRO, arXiv 2601.22718: the smallest ratio of the prefix replaces the product of all. The paper clips from
     below too; its bounds and its code are not known to us, so the bounds 0 and `cap` are ours.
 
-    `min_prefix` lies between `tis`, which leaves prefixes to the rollout model, and `prefix`, to which it is equal on
+    `min_prefix` lies between `tis`, which does not correct the prefix at all, and `prefix`, to which it is equal on
     the first two tokens, up to the cap. From the third token on it is biased against late tokens, as the mean of the
     smallest of several ratios is below 1.
     """
-    # Log of the smallest ratio up to each token, itself included in `smallest` alone; inf where there is none yet.
+    # Logs of the smallest ratio so far: `smallest` counts the token itself, `smallest_before` only those before it; inf
+    # where there is none yet.
     smallest = torch.where(response_mask, log_ratio, torch.inf).cummin(-1).values
     smallest_before, log_cap = pad(smallest[:, :-1], (1, 0), value=torch.inf), math.log(cap)
     log_weight = log_ratio + torch.where(smallest_before.isposinf(), 0.0, smallest_before)

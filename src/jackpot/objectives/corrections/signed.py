@@ -14,11 +14,12 @@ from jackpot.objectives.obrs import ZEstimate
 
 
 def prefix(log_ratio: Tensor, response_mask: Tensor, advantages: Tensor, low: float, high: float) -> Weighed:
-    """Weigh a token by R_t, and reject it if R_t > e^(high sqrt t), or if A < 0 and R_t < e^(-low sqrt t): `prefix`.
+    """Weigh token t by R_t, the product of the ratios up to t, and reject it if R_t is outside of a band: `prefix`.
 
-    CTPO, arXiv 2605.07331: PPO's clip of R_t, with a band that grows as the spread of log R_t does. Formula and
-    defaults are those of its code (horizon-llm/CTPO acc4021, verl/trainer/ppo/core_algos.py, `cum-token-cumprod-la`),
-    whose dual clip also rejects R_t above the band where A < 0; it clamps log rho_t to +-20 and log R_t to 10, we do
+    It is rejected if R_t > e^(high sqrt t), or if its advantage A is below 0 and R_t < e^(-low sqrt t). CTPO, arXiv
+    2605.07331: PPO's clip of R_t, with a band that grows as the spread of log R_t does. Formula and defaults are those
+    of its code (horizon-llm/CTPO acc4021, verl/trainer/ppo/core_algos.py, `cum-token-cumprod-la`), whose dual clip also
+    rejects R_t above the band where A < 0. That code clamps the log ratio of a token to +-20 and log R_t to 10, we do
     not. The defaults are for update steps of one model; another rollout model needs a far wider band.
 
     R_t corrects the token and the states before it, so inside the band the weight is unbiased for both; the tokens

@@ -81,17 +81,17 @@ def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
         vocabulary: tokens in all.
     """
     max_logits = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
-    rows = max(1, min(n, MAX_ROW_POSITIONS))
-    if rows * vocabulary <= max_logits:
-        return rows, vocabulary
-    rows = max(1, min(n, MAX_TILE_POSITIONS))
-    return rows, max(1, min(vocabulary, max_logits // rows))
+    positions = max(1, min(n, MAX_ROW_POSITIONS))
+    if positions * vocabulary <= max_logits:
+        return positions, vocabulary
+    positions = max(1, min(n, MAX_TILE_POSITIONS))
+    return positions, max(1, min(vocabulary, max_logits // positions))
 
 
 def split_range(count: int, most: int, grain: int = 1) -> tuple[slice, ...]:
     """Split range(count) into the fewest near-equal slices of at most `most` items; a count of 0 gives one empty slice.
 
-    All slices but the last have a multiple of `grain` items where that is at most `most`.
+    The length of all slices but the last is a multiple of `grain`, or `most` where the multiple would be larger.
     """
     size = math.ceil(count / max(1, math.ceil(count / most))) or 1
     size = min(most, math.ceil(size / grain) * grain)
@@ -111,13 +111,14 @@ def tiled_heads(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the outputs of one head, or of the policy's and the rollout model's head.
 
-    Arguments are those of `linear_head`; `moments` False is its `only_log_probs`.
+    Arguments are those of `linear_head`; `moments` (not `only_log_probs`) asks for entropy and KLs too.
 
     Returns:
         The outputs with a gradient, [N] each: log_probs and entropy of each head; for two heads also forward_kl and
         reverse_kl. If `moments` is False, log_probs only.
-        The outputs without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G] of each head; for two heads
-        also fill_ins [N, K] and, with `lam`, exact_z [N].
+        The outputs without a gradient: top_ids and top_log_probs [N, K] and gathered [N, G], the log-probs at
+        `gather_ids`, of each head; for two heads also fill_ins [N, K], the rollout model's log-probs at the policy's
+        top_ids, and, with `lam`, exact_z [N].
     """
     vocabulary = heads[0].weight.shape[0]
     dtype = sum_dtype(heads)
@@ -221,21 +222,27 @@ class _TilePlan(NamedTuple):
                 and reverse KL; None for 0.
             saved_values: the values of the entropies and the reverse KL, which their gradients contain.
         """
-        # Logits are divided by the temperature, so every gradient of what they were before contains 1 / temperature.
+        # The logits were divided by the temperature, so gradients of the undivided logits contain 1 / temperature.
         to = [None if grad is None else grad / self.temperature for grad in grads]
         if not self.moments:
             return [coefficients_of(to_log_probs) for to_log_probs in to]
 
-        # Every second output: the entropy of each head, and the reverse KL of a pair.
-        saved = [
+        # Every second output, with its value: the entropy of each head, and the reverse KL of a pair.
+        with_values = [
             None if gradient is None else OutputGradient(gradient, value)
             for gradient, value in zip(to[1::2], saved_values, strict=True)
         ]
-        policy = coefficients_of(to_log_probs=to[0], entropy=saved[0])
         if not self.is_pair:
-            return [policy]
-        rollout_model = coefficients_of(to_log_probs=to[2], entropy=saved[1], to_forward=to[4], reverse_kl=saved[2])
-        return [policy, rollout_model]
+            return [coefficients_of(to_log_probs=to[0], entropy=with_values[0])]
+
+        to_policy, to_rollout_model, to_forward = to[::2]
+        policy_entropy, rollout_entropy, reverse_kl = with_values
+        return [
+            coefficients_of(to_log_probs=to_policy, entropy=policy_entropy),
+            coefficients_of(
+                to_log_probs=to_rollout_model, entropy=rollout_entropy, to_forward=to_forward, reverse_kl=reverse_kl
+            ),
+        ]
 
     def sweep(
         self,
@@ -243,12 +250,12 @@ class _TilePlan(NamedTuple):
         blocks: Sequence[PositionBlock],
         visit: Callable[[PositionBlock, slice], None],
     ) -> None:
-        """Call `visit` with every block of positions for every tile of tokens, tile by tile."""
-        for columns in self.tiles:
+        """Call `visit` with every block of positions and every tile of tokens of the vocabulary, tile by tile."""
+        for tile in self.tiles:
             for head in heads:
-                head.select(columns)
+                head.select(tile)
             for block in blocks:
-                visit(block, columns)
+                visit(block, tile)
 
 
 class _Context(FunctionCtx):
@@ -260,7 +267,7 @@ class _Context(FunctionCtx):
 
 
 class _TiledHeads(torch.autograd.Function):
-    """The autograd function of `tiled_heads`; it saves the heads' tensors, sums [N] and any kept logits."""
+    """The autograd function of `tiled_heads`; it saves the heads' tensors, logsumexps, entropies and kept logits."""
 
     @staticmethod
     def forward(
@@ -295,6 +302,7 @@ class _TiledHeads(torch.autograd.Function):
             if lam is not None and len(plan.tiles) > 1:
                 plan.sweep(heads, blocks, lambda block, columns: block.add_z(lam))
 
+        # The outputs of each block: those with a gradient (values), and those without (constants).
         outputs = [block.outputs() for block in blocks]
         values = _joined([block_values for block_values, _ in outputs])
         constants = _joined([block_constants for _, block_constants in outputs])
@@ -346,5 +354,5 @@ def _by_head(tensors: Sequence[Tensor | None]) -> list[HeadTensors]:
 
 
 def _joined(block_outputs: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """Concatenate each output over all blocks of positions: [C] or [C, K] of each block -> [N] or [N, K]."""
+    """Concatenate each output over all blocks of C positions: [C] or [C, K] of each block -> [N] or [N, K]."""
     return tuple(torch.cat(pieces) for pieces in zip(*block_outputs, strict=True))
