@@ -84,6 +84,7 @@ class ThreadEngine(BackgroundEngine):
             thread_name: name of the thread, which errors mention.
         """
         super().__init__(version)
+        # Functions that the thread is to call, each with the future of its result; None ends the thread.
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
@@ -135,7 +136,7 @@ class ThreadEngine(BackgroundEngine):
                     self._step()
                     continue
 
-                if call is None:
+                if call is None:  # the engine is closed
                     break
                 self._serve(*call)
         except BaseException as error:  # SystemExit included: a waiting caller must be unblocked by any of them

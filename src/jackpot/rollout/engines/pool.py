@@ -283,7 +283,7 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     def _watch(self, futures: Sequence[Future]) -> None:
-        """Store the futures that `results` waits for; a failure of the pool, past or future, ends them all."""
+        """Store the futures that `results` waits for; if the pool fails or has failed, all of them get the error."""
         self._futures = set(futures)
         if self.failure is not None:
             self._fail(self.failure)

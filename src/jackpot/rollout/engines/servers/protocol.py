@@ -91,6 +91,7 @@ def checked_rollout(
     token_ids = [token for (token, _), *_ in rows]
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
 
+    # Token ids and log-probs [T, 1 + K], from the (token, log-prob) pairs of all positions.
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
     pairs = list(chain.from_iterable(rows))
     ids = np.array([token for token, _ in pairs], dtype=np.int64).reshape(shape)
@@ -174,7 +175,7 @@ def log_prob_row(
 
 
 def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
-    """Return a limit for the JSON of a response, in bytes, with room for other server versions' longer JSON.
+    """Return the most bytes that the JSON of a response may have, with room for the JSON of other server versions.
 
     Args:
         num_prompt, num_response: numbers of tokens.

@@ -113,7 +113,7 @@ class Replica(Peer):
     async def _load(self, weights: SavedWeights) -> None:
         """Replace the server's weights, drop cached keys and values, and tell the server the name of the weights.
 
-        Sets `_last_check` as soon as `check_loaded` finds that the server holds the weights.
+        Stores the weights and the server's checksums in `_last_check` as soon as `check_loaded` accepts them.
         """
 
     @abstractmethod
