@@ -39,7 +39,7 @@ def clip_share(
 
 
 class Surrogate(NamedTuple):
-    """The objective of each token, which training maximizes, and where a clip changed the token's gradient: [B, T]."""
+    """Each token's objective, which training maximizes, and where a clip changed the token's gradient: [B, T] each."""
 
     value: Tensor  # the objective S, carries the gradient of the policy
     clipped: Tensor  # bool, True where the clip changed the gradient
@@ -63,7 +63,7 @@ def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     """Compute min(s A, clip(s) A), s the geometric mean of r = p_new / p_proximal over a response's sampled tokens.
 
     GSPO-token, arXiv 2507.18071 section 4.3: s_t = SG(s) p_new / SG(p_new), SG the stop-gradient, has the value s and
-    the gradient of s times the token's log p_new. Averaged over a response whose tokens have one advantage, value and
+    the gradient of SG(s) log p_new of the token. Averaged over a response whose tokens have one advantage, value and
     gradient are those of GSPO, eq. 5.
     verl's `gspo` is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). `clipped` is True
     where the clip removes the gradient: on all tokens of a response or on none.
@@ -109,7 +109,7 @@ def oapl(
     high: float,
     beta: float = 1.0,
 ) -> Surrogate:
-    """Compute -(beta log R - A)^2 / (2 beta), R = p_new / p_proximal of the whole response, split among its tokens.
+    """Compute -(beta log R - A)^2 / (2 beta), R = p_new / p_proximal of a response, in equal parts for its tokens.
 
     OAPL, arXiv 2602.19362: with the sampler as the proximal point and A from `advantages.oapl`, this regresses
     beta log p_new / p_inf of the response on the optimal advantage, without any importance ratio. The optimum is
@@ -178,7 +178,7 @@ def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tenso
 
 
 def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of each sequence's mean loss, and the number of sequences with counted tokens: as in GRPO."""
+    """Return the sum of sequences' mean losses, and the number of sequences that count: GRPO, arXiv 2402.03300."""
     counts = counted.sum(-1)
     present = counts > 0
     return torch.where(present, losses.sum(-1) / torch.where(present, counts, 1.0), 0.0).sum(), present.sum()

@@ -147,7 +147,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
 
 def _kappa_error(totals: Sums) -> Tensor | float:
-    """Return the standard error of kappa, the sum of acceptances a over that of Z, from all a - Z; 0 without totals."""
+    """Return the standard error of kappa, sum of acceptances a over sum of Z, from each a - Z; 0 without totals."""
     if not totals:
         return 0.0
     gaps, z = Mean.named(totals, "obrs/acceptance_minus_z"), Mean.named(totals, "obrs/z")
@@ -178,6 +178,6 @@ def lag(batch: TokenBatch, version: Version) -> Sums:
 
 
 def _position_masks(mask: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """Cut `mask` [B, T] to bands of token positions, named by the end of a metric's name; tools' tokens count too."""
+    """Return the part of `mask` [B, T] in each band of positions, by name, as `_at_4-15`; tools' tokens count too."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return {f"{prefix}_at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}

@@ -182,7 +182,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rho, order = torch.where(rollout > 0, target / rollout, math.inf).sort(-1)
     target_up_to = target.gather(-1, order).cumsum(-1)  # P_target(rho <= rho_i)
     rollout = rollout.gather(-1, order)
-    from_here = rollout.flip(-1).cumsum(-1).flip(-1)
+    from_here = rollout.flip(-1).cumsum(-1).flip(-1)  # P_inf(rho >= rho_i)
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
 

@@ -106,7 +106,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
-        # What is pending is a pair: signs, and an event that tells whether they have arrived.
+        # `_pending` holds at most one pair: signs of an earlier call, and an event that tells if they have arrived.
         arrived = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
         if not _pending:
             copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
@@ -156,6 +156,7 @@ def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> 
     Args:
         usable: [..., T] bool, True at positions for which the engine returned top tokens.
     """
+    # The shares of usable positions at which the models agree: as they stand, then with one moved by a position.
     every, after_first, before_last = slice(None), slice(1, None), slice(None, -1)  # positions
     unshifted, *shifted = (
         ((policy_best[..., at_policy] == rollout_best[..., at_rollout]) & usable[..., at_rollout]).sum()

@@ -50,14 +50,14 @@ def coefficients_of(
     constants: list[Tensor] = []  # their sum is the coefficient `constant`, the part of p's factor without logarithms
     on_log = None
 
-    if to_log_probs is not None:
+    if to_log_probs is not None:  # d log p(id) = onehot(id) - p
         constants.append(-to_log_probs)
-    if entropy is not None:
+    if entropy is not None:  # d entropy = -p (log p + entropy)
         constants.append(-entropy.to * entropy.value)
         on_log = -entropy.to
-    if to_forward is not None:
+    if to_forward is not None:  # d forward KL = this head's probabilities - those of the other
         constants.append(to_forward)
-    if reverse_kl is not None:
+    if reverse_kl is not None:  # d reverse KL = p (log p - log o - reverse KL), with o of the other head
         product = reverse_kl.to * reverse_kl.value
         constants.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
         on_log = reverse_kl.to if on_log is None else on_log + reverse_kl.to

@@ -31,7 +31,7 @@ MAX_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # most logits that are read at a time
 
 
 class TileSums(NamedTuple):
-    """The sums over a tile's tokens from which one head's logsumexp, entropy, KL and top K are computed; [C] each."""
+    """The sums over a tile's tokens for one head's logsumexp, entropy, KL and top K; [C] each, but for `block_max`."""
 
     row_max: Tensor  # m, the largest logit
     sum_exp: Tensor  # s, the sum of e^(l - m)

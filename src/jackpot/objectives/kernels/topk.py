@@ -72,7 +72,7 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
 def _ids(block_indices: Tensor, columns: Tensor) -> Tensor:
     """Convert `columns` [N, k] of the tensor of candidates to ids, the columns of the whole rows.
 
-    `block_indices` [N, ceil(M / BLOCK)] are the blocks that the candidates were taken from, as `_candidates` returns.
+    `block_indices` [N, ceil(M / BLOCK)] are the blocks that the candidates were taken from, from `_candidates`.
     """
     return block_indices.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
 

@@ -58,7 +58,7 @@ def _finish(
     begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return WIDTH logits of a row from `begin` on; store them if RAW, and the largest of each block if TOPS."""
+    """Return WIDTH logits of a row from `begin` on; store them over raw products (RAW), and block maxima (TOPS)."""
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
     logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
@@ -105,7 +105,8 @@ def _read(
     masked_p = tl.full([WIDTH], float("-inf"), tl.float32)
     masked_q = tl.full([WIDTH], float("-inf"), tl.float32)
 
-    # Turn products into logits, and take the maxima of all logits, and (`masked`) of those that are -inf for the other.
+    # Turn products into logits, and take the largest logits: of all tokens, and (`masked`) of those whose logit is -inf
+    # under the other head.
     for begin in range(0, T, WIDTH):
         logits_p = _finish(
             p, bias_p, cap_p, temperature, maxima_p, begin, T, NUM_BLOCKS, RAW_P, BIAS_P, CAP_P, TOPS, WIDTH

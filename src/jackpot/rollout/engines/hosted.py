@@ -46,7 +46,7 @@ class EngineHost:
         """Take over engines that this process has made.
 
         Args:
-            engines: engines by the setting that describes them, `engine` or `evaluation.engine`, which is their name.
+            engines: engines by the name of the setting that describes each, `engine` or `evaluation.engine`.
             sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
@@ -101,7 +101,7 @@ class EngineHost:
 
 
 def _describe(engine: Engine) -> dict[str, Any]:
-    """Return the engine's capabilities, as plain values for `_capabilities`, and the engine's events so far."""
+    """Return the engine's capabilities, as plain values that `_capabilities` reads, and the engine's new events."""
     capabilities = engine.capabilities
     facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__}
     facts["dtype"] = str(capabilities.dtype).removeprefix("torch.")
@@ -176,7 +176,7 @@ class SentWeights:
 
 
 class NewestWeights(dict[str, SentWeights]):
-    """The newest weights of every engine, by the setting that describes the engine."""
+    """The newest weights of every engine, by the name of the setting that describes the engine, such as `engine`."""
 
     is_resting = False  # True while all engines that can sleep do so, so that training uses their memory
 
@@ -200,7 +200,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # A lost host, unless it can be reached and only lost its weights, is closed and stays so while engines sleep.
+        # A lost host, unless it can be reached and only lost its weights, is closed while engines sleep, and counts as
+        # restarted.
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -225,7 +226,7 @@ class HostPeer(Peer):
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, request: PeerRequest) -> Any:
-        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if it holds other weights than the peer."""
+        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if the host lacks `self.weights`."""
         assert self.weights is not None  # a peer without weights is given no request
         held = {engine: weights.name for engine, weights in self.weights.items()}
         answer = await self._ask({**request.message, "held": held})
@@ -299,7 +300,7 @@ class EnginePool:
 
         Args:
             links: connections to the hosts, by the name of the host.
-            weights: the first weights of each engine and their dtype, by the setting that describes the engine.
+            weights: the first weights of each engine and their dtype, by the engine's name, as `engine`.
             chunk: number of requests that a host is given at once.
             patience: seconds after which the run stops if no host can be reached.
 
@@ -411,7 +412,7 @@ class PooledEngine(BackgroundEngine):
         """Make the engine of one model in a pool.
 
         Args:
-            name: the setting that describes the engine.
+            name: name of the setting that describes the engine, such as `engine`.
             events: events from the start of one host's engine, which `take_events` returns once.
         """
         super().__init__(version)

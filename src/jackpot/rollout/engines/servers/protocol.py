@@ -142,7 +142,7 @@ def check_answer(finish_reason: str, received: Sequence[int], prompt: Sequence[i
 def _check_end(
     finish_reason: str, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], uid: str, advice: str
 ) -> None:
-    """Raise EngineError for a response that ended at no stop token and before its limit."""
+    """Raise EngineError for a response that ended neither at a stop token nor at its largest length, `max_tokens`."""
     if (finish_reason == "length" and len(token_ids) != max_tokens) or not 0 < len(token_ids) <= max_tokens:
         raise EngineError(f"the server ended {uid} after {len(token_ids)} tokens of {max_tokens}: {advice}")
     if finish_reason == "stop" and token_ids[-1] not in stop_token_ids:
