@@ -204,7 +204,7 @@ DISTILLATIONS: dict[str, Distillation] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return (log p - log p_reference)^2 / 2 of sampled tokens; under p, its mean gradient is that of the KL."""
+    """Return (log p - log p_reference)^2 / 2; over tokens sampled from p, its mean gradient is that of the KL."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 

@@ -26,7 +26,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
         by_policy: [B] bool, responses that the policy sampled; None: one model sampled all.
     """
     ratio = log_ratio.double().exp()
-    present = mask.any(-1)
+    present = mask.any(-1)  # [B] True for a response with sampled tokens
     whole = log_ratio.double().sum(-1)  # [B] log of the ratio of each whole response
     prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log of the ratio of the tokens before each token
 
@@ -122,7 +122,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
     """Measure a correction, and the mismatch that it corrects, in few metrics, for the log of another framework.
 
     Args:
-        overlap: sums of `measured` over the same tokens.
+        overlap: metrics of the same tokens that `corrections.base.measured` returns.
         has_z: whether Z is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()

@@ -140,6 +140,7 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     shifted = torch.maximum(
         _correlation(rollout[:, 1:], target[:, :-1], pairs), _correlation(rollout[:, :-1], target[:, 1:], pairs)
     )
+    # For "swapped" the log of the product must exceed 30 (as above), and in a large batch 0.02 a token.
     return {
         "empty": count == 0,
         "swapped": (log_ratio.sum() > (0.02 * count).clamp(min=30.0)) & ((mean - 1.0).abs() < 0.01 + 4.0 * error),

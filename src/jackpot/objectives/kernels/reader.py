@@ -224,7 +224,7 @@ def _exp(values: Tensor) -> Tensor:
 
 
 class TorchReader:
-    """The reader that applies the formulas with torch's operators, to a few rows of logits at a time."""
+    """The tile reader that computes with torch's operators, a few rows of logits at a time."""
 
     name = "eager"
 

@@ -170,7 +170,7 @@ class HeadOperands:
         return self._memory(shape, self.dtype).copy_(products)
 
     def _memory(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return memory for logits: new memory where they are kept, else the workspace's."""
+        """Return memory for logits: new memory if the logits are kept for backward, else the workspace's."""
         if self._kept_tiles is not None:
             return self.hidden.new_empty(shape, dtype=dtype)
         return self.buffer("logits", shape, dtype)

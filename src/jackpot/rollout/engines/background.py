@@ -94,13 +94,13 @@ class ThreadEngine(BackgroundEngine):
         self._thread.join()
 
     def _post(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Have the thread call a function between two steps; return a future of the function's result."""
+        """Have the thread call a function between two generation steps; return a future of the function's result."""
         future: Future[Result] = Future()
         self._calls.put((function, future))
         return future
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        """Have the thread call a function between two steps; wait for the function's result and return it."""
+        """Have the thread call a function between two generation steps; wait for the result and return it."""
         return self._wait(self._post(function))
 
     def _wait(self, future: "Future[Result]") -> Result:

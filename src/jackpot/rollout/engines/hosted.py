@@ -371,6 +371,7 @@ class EnginePool:
             name=f"{name} asleep {next(self._weight_numbers)}", version=self.pool.newest[name].version, memory=None
         )
         newest = NewestWeights({**self.pool.newest, name: asleep})
+        # Whether now every engine that can sleep does.
         sleepers = [key for key, engine in self.engines.items() if engine.capabilities.sleeps]
         newest.is_resting = all(newest[sleeper].memory is None for sleeper in sleepers)
         self.pool.update(newest)

@@ -134,7 +134,7 @@ class _Work:
 
 
 class Pool(Generic[AnyPeer]):
-    """A pool of peers, which gives each request exactly one result, while peers are lost and come back."""
+    """A pool of peers, which gives each request exactly one result even if peers are lost and come back."""
 
     def __init__(
         self, limits: PoolLimits, newest: Any, thread_name: str, events: Iterable[dict[str, Any]] = ()

@@ -185,14 +185,14 @@ def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
 
 
 def checked_token_id(value: Any) -> int:
-    """Return a token id of a server's JSON; raise TypeError for anything else."""
+    """Return `value`, from a server's JSON, if it is a token id; raise TypeError for anything but an int."""
     if type(value) is not int:
         raise TypeError(f"the token id {value!r} is no integer")
     return value
 
 
 def checked_log_prob(value: Any, minus_infinity: float) -> float:
-    """Return a log-prob of a server's JSON, NaN too; raise TypeError for anything else.
+    """Return `value`, from a server's JSON, as a log-prob, perhaps NaN; raise TypeError for anything but a number.
 
     Args:
         minus_infinity: this log-prob and smaller ones stand for minus infinity, which JSON has not.

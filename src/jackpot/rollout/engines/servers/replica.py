@@ -154,7 +154,7 @@ class Replica(Peer):
         self._sent_weights, self._was_updated = weights, True
 
     async def run(self, request: PeerRequest) -> Any:
-        """Return the parsed answer to a request as `Peer.run` says, once the server confirms that it has `weights`."""
+        """Return the parsed answer to a request as `Peer.run` says, once the server confirms its weights."""
         assert self.weights is not None  # a peer without them is given no request
         answer = await self._ask(request)
         await self._confirm(self.weights)
