@@ -39,7 +39,7 @@ def clip_share(
 
 
 class Surrogate(NamedTuple):
-    """The objective of each token, which training maximizes, and where the clip changed its gradient. Both [B, T]."""
+    """Each token's objective, which training maximizes, and where a clip changed the token's gradient: [B, T] each."""
 
     value: Tensor  # the objective S, carries the gradient of the policy
     clipped: Tensor  # bool, True where the clip changed the gradient
@@ -62,8 +62,9 @@ def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, 
 def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
     """Compute min(s A, clip(s) A), s the geometric mean of r = p_new / p_proximal over a response's sampled tokens.
 
-    GSPO-token, arXiv 2507.18071 section 4.3: s_t = SG(s) p_new / SG(p_new), which has the value of s and the gradient
-    of the token. Averaged over a response whose tokens have one advantage, value and gradient are those of GSPO, eq. 5.
+    GSPO-token, arXiv 2507.18071 section 4.3: s_t = SG(s) p_new / SG(p_new), SG the stop-gradient, has the value s and
+    the gradient of SG(s) log p_new of the token. Averaged over a response whose tokens have one advantage, value and
+    gradient are those of GSPO, eq. 5.
     verl's `gspo` is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). `clipped` is True
     where the clip removes the gradient: on all tokens of a response or on none.
     """
@@ -72,7 +73,7 @@ def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
 
 
 def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """Compute A times the geometric mean over a response of r', a token's ratio after PPO's clip by the sign of A.
+    """Compute A times the geometric mean of a response's r = p_new / p_proximal, each clipped as in PPO by A's sign.
 
     GMPO, arXiv 2507.20673 (its code: callsys/GMPO, train_zero_math_gmpo.py, commit 1f7b092; verl's `geo_mean`), written
     for single tokens as in `_gspo`: the value is that of the response; a token's gradient goes through its own
@@ -90,9 +91,9 @@ def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
 def _cispo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
     """Compute SG(clip(r, 1 - clip_low, 1 + clip_high)) A log p_new: every token keeps a gradient, of a bounded weight.
 
-    CISPO, arXiv 2506.13585 eqs. 4 and 5. verl's `cispo` is the same with log r cut at +-20 (core_algos.py, commit
-    b178a3c); TRL's bounds r from above alone, at `epsilon_high` itself (grpo_trainer.py, commit f2cd577). `clipped` is
-    True where the bounds change r.
+    CISPO, arXiv 2506.13585 eqs. 4 and 5; SG is the stop-gradient. verl's `cispo` is the same with log r cut at +-20
+    (core_algos.py, commit b178a3c); TRL's bounds r from above alone, at `epsilon_high` itself (grpo_trainer.py, commit
+    f2cd577). `clipped` is True where the bounds change r.
     """
     ratio = (log_probs - proximal).detach().exp()
     bounded = ratio.clamp(1.0 - low, 1.0 + high)
@@ -108,7 +109,7 @@ def oapl(
     high: float,
     beta: float = 1.0,
 ) -> Surrogate:
-    """Compute -(beta log R - A)^2 / (2 beta) of a response, R = p_new / p_proximal, divided among its n sampled tokens.
+    """Compute -(beta log R - A)^2 / (2 beta), R = p_new / p_proximal of a response, in equal parts for its tokens.
 
     OAPL, arXiv 2602.19362: with the sampler as the proximal point and A from `advantages.oapl`, this regresses
     beta log p_new / p_inf of the response on the optimal advantage, without any importance ratio. The optimum is
@@ -135,7 +136,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 
 
 def _is_clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return where PPO's clip of `ratio` removes the gradient (`clip_share`): bool [B, T]."""
+    """Return where PPO's clip of `ratio` removes the gradient, by the rule of `clip_share`: bool [B, T]."""
     return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
 
 
@@ -145,7 +146,7 @@ def _mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _unit_ratio(log_probs: Tensor) -> Tensor:
-    """Return p_new / SG(p_new), the number 1 with the gradient of log p_new: [B, T]."""
+    """Return p_new / stop_gradient(p_new), which is 1 and has the gradient of log p_new: [B, T]."""
     return (log_probs - log_probs.detach()).exp()
 
 
@@ -172,19 +173,19 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
 
 
 def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Average over all tokens, DAPO, arXiv 2503.14476 eq. 12."""
+    """Return the sum of the losses and the number of counted tokens, to be divided: DAPO, arXiv 2503.14476 eq. 12."""
     return losses.sum(), counted.sum()
 
 
 def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Average over the tokens of each sequence, then over the sequences with counted tokens, GRPO, arXiv 2402.03300."""
+    """Return the sum of sequences' mean losses, and the number of sequences that count: GRPO, arXiv 2402.03300."""
     counts = counted.sum(-1)
     present = counts > 0
     return torch.where(present, losses.sum(-1) / torch.where(present, counts, 1.0), 0.0).sum(), present.sum()
 
 
 def _seq_mean_token_sum_norm(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Divide the sum by sequences x max_length, a constant, Dr. GRPO, arXiv 2503.20783."""
+    """Return the sum of the losses, and a constant divisor, sequences x max_length: Dr. GRPO, arXiv 2503.20783."""
     return losses.sum(), losses.new_tensor(float(losses.shape[0] * max_length))
 
 
@@ -203,7 +204,7 @@ DISTILLATIONS: dict[str, Distillation] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return (log p - log p_reference)^2 / 2 of sampled tokens; under p, its mean gradient is that of the KL."""
+    """Return (log p - log p_reference)^2 / 2; over tokens sampled from p, its mean gradient is that of the KL."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 

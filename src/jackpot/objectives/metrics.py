@@ -26,11 +26,11 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
         by_policy: [B] bool, responses that the policy sampled; None: one model sampled all.
     """
     ratio = log_ratio.double().exp()
-    present = mask.any(-1)
+    present = mask.any(-1)  # [B] True for a response with sampled tokens
     whole = log_ratio.double().sum(-1)  # [B] log of the ratio of each whole response
     prefix = log_ratio.double().cumsum(-1) - log_ratio  # [B, T] log of the ratio of the tokens before each token
 
-    columns = {
+    per_token = {
         "mismatch/ratio": ratio,
         "mismatch/ratio_above_10": ratio > 10.0,
         "mismatch/ratio_below_0.1": ratio < 0.1,
@@ -39,7 +39,7 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
     }
 
     return {
-        **means(columns, {"": mask} | split_by_model(mask, by_policy)),
+        **means(per_token, {"": mask} | split_by_model(mask, by_policy)),
         "mismatch/ratio_max": Max.of(ratio, mask),
         "mismatch/log_ratio": Histogram.of(log_ratio, mask),
         "mismatch/sequence_log_ratio": Mean.of(whole, present),
@@ -51,10 +51,10 @@ def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -
 def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Means:
     """Estimate KL(p_old || p_new), how far the policy has moved on this batch, from tokens that p_inf sampled.
 
-    `k1` is what other frameworks log as the KL of an update. It is unbiased only where p_inf is p_old, and then at
-    least 0 in expectation; a `k1` below 0 is a sign of mismatch. `weighted` weights each token by p_old / p_inf, which
-    is unbiased in every state that the rollout model visited. (Source: the case study on KL estimation in "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training".)
+    `k1` is the mean of log p_old / p_new, which other frameworks log as the KL of an update. It is unbiased only where
+    p_inf is p_old, and then at least 0 in expectation; a `k1` below 0 is a sign of mismatch. `weighted` weights each
+    token by p_old / p_inf, which is unbiased in every state that the rollout model visited. (Source: the case study on
+    KL estimation in "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".)
 
     Args:
         moved: [B, T] log p_old / p_new of sampled tokens, 0 where masked.
@@ -62,12 +62,12 @@ def update_kl(moved: Tensor, log_ratio: Tensor, mask: Tensor) -> Means:
         mask: [B, T] response mask.
     """
     moved = moved.double()
-    columns = {
+    per_token = {
         "policy/approx_kl_k1": moved,
         "policy/approx_kl_k3": (-moved).exp() - 1.0 + moved,
         "policy/approx_kl_weighted": log_ratio.double().exp() * moved,
     }
-    return means(columns, {"": mask})
+    return means(per_token, {"": mask})
 
 
 def correction_metrics(
@@ -81,12 +81,12 @@ def correction_metrics(
     Args:
         lam: lam of the correction.
         clipped: [B, T] bool, True where PPO's clip removes the gradient.
-        totals: the sums over the optimizer step that kappa is computed from; {} where there are none.
+        totals: sums over the optimizer step that kappa, the factor that corrects Z, is computed from; {}: none.
     """
     mask, z, advantages = inputs.response_mask, inputs.z.value.double(), inputs.advantages
     acceptance, factor = inputs.acceptance(lam), correction.weights * correction.accept_mask
     kappa = correction.kappas.by_response(inputs.by_policy)
-    columns = {
+    per_token = {
         "obrs/acceptance": acceptance,
         "correction/accepted": correction.accept_mask,
         "correction/weight": factor,
@@ -94,10 +94,11 @@ def correction_metrics(
         "correction/clip_frac_c2": correction.capped_c2,
         "policy/clip_frac": clipped,
     }
+    # Masks [B, T] of the tokens that a metric is averaged over, by the end of the metric's name.
     groups = {"": mask, "_positive": mask & (advantages > 0), "_negative": mask & (advantages < 0)}
     models = split_by_model(mask, inputs.by_policy)
     measured_elsewhere = {f"obrs/acceptance{model}" for model in ("", *models)}  # by `measure_overlap`
-    sums = means(columns, groups | models | _position_masks(mask))
+    sums = means(per_token, groups | models | _position_masks(mask))
 
     # Z is at most min(1, 1 / lam). Where kappa Z exceeds that, beyond two standard errors of kappa, kappa is too large.
     ceiling = (1.0 / torch.as_tensor(inputs.lam_per_token(lam), dtype=torch.float64)).clamp(max=1.0)
@@ -121,12 +122,12 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
     """Measure a correction, and the mismatch that it corrects, in few metrics, for the log of another framework.
 
     Args:
-        overlap: sums of `measured` over the same tokens.
+        overlap: metrics of the same tokens that `corrections.base.measured` returns.
         has_z: whether Z is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
     ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask
-    columns = {
+    per_token = {
         "mismatch/ratio": ratio,
         "mismatch/kl_k1": -log_ratio,
         "mismatch/kl_k3": ratio - 1.0 - log_ratio,
@@ -137,7 +138,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
     z_names = ("obrs/z", "obrs/acceptance_minus_z", "obrs/z_bound_width") if has_z else ()
     sums: Sums = {
-        **means(columns, {"": mask}),
+        **means(per_token, {"": mask}),
         **{name: overlap[name] for name in ("obrs/acceptance", *z_names)},
         "mismatch/ratio_max": Max.of(ratio, mask),
         "correction/weight_max": Max.of(factor, mask),
@@ -146,7 +147,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
 
 def _kappa_error(totals: Sums) -> Tensor | float:
-    """Return the standard error of kappa = sum a / sum Z, from the variance of a - Z; 0 without totals."""
+    """Return the standard error of kappa, sum of acceptances a over sum of Z, from each a - Z; 0 without totals."""
     if not totals:
         return 0.0
     gaps, z = Mean.named(totals, "obrs/acceptance_minus_z"), Mean.named(totals, "obrs/z")
@@ -167,7 +168,7 @@ def health(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Sums:
 
 
 def lag(batch: TokenBatch, version: Version) -> Sums:
-    """Measure each token's lag: the optimizer steps of each model between the token's version and `version`."""
+    """Measure, for each model, how many optimizer steps lie between the version of a token's weights and `version`."""
     sums: Sums = {}
     for role, now, then in zip(Version._fields, version, batch.versions.unbind(-1), strict=True):
         steps = (now - then).double()
@@ -177,6 +178,6 @@ def lag(batch: TokenBatch, version: Version) -> Sums:
 
 
 def _position_masks(mask: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """Split the mask [B, T] by bands of positions, by the end of a metric's name; positions count tools' tokens too."""
+    """Return the part of `mask` [B, T] in each band of positions, by name, as `_at_4-15`; tools' tokens count too."""
     position = torch.arange(mask.shape[1], device=mask.device)
     return {f"{prefix}_at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}

@@ -28,38 +28,38 @@ from torch.nn.functional import pad
 def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
     """Return a(x) = min(1, p_target(x) / (lam p_inf(x))), the probability that OBRS accepts a sampled token (eq. 3).
 
-    It is in [0, 1], and 0 where p_target is 0, also where p_inf is 0 too. Any shape, kept.
+    It is in [0, 1], smaller for a larger lam, and 0 where p_target is 0, also where p_inf is 0 too. Any shape, kept.
     """
     ratio = target_log_probs - rollout_log_probs - log_lam(lam)  # NaN where both are -inf
     return torch.where(target_log_probs.isneginf(), 0.0, ratio.clamp(max=0.0).exp())
 
 
 def accept(acceptance: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw the mask of accepted tokens, True with probability a(x): where uniform < a(x). Any shape, kept.
+    """Draw the mask of accepted tokens, True where the uniform number is below the acceptance. Any shape, kept.
 
-    With `uniforms` in [0, 1), a = 1 always accepts and a = 0 never does.
+    With `uniforms` in [0, 1), an acceptance of 1 always accepts and one of 0 never does.
     """
     return uniforms < acceptance
 
 
 def log_kept_mass(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """Return log o(x) = log min(p_inf(x), p_target(x) / lam), the unnormalized log p~. Any shape, kept."""
+    """Return log min(p_inf(x), p_target(x) / lam), the log-prob that x is sampled and accepted. Any shape, kept."""
     return torch.minimum(rollout_log_probs, target_log_probs - log_lam(lam))
 
 
 def exact_z(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """Sum Z = sum_x min(p_inf(x), p_target(x) / lam) over a whole vocabulary: [..., V] -> [...]."""
+    """Return Z, the expected acceptance: sum_x min(p_inf(x), p_target(x) / lam) over all tokens, [..., V] -> [...]."""
     return log_kept_mass(rollout_log_probs, target_log_probs, lam).exp().sum(-1)
 
 
 def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """Return log p~, the distribution of accepted tokens (eq. 4): [..., V] -> [..., V]; all -inf where Z is 0."""
+    """Return the log-probs of accepted tokens (eq. 4): [..., V] -> [..., V]; all -inf where none can be accepted."""
     kept = log_kept_mass(rollout_log_probs, target_log_probs, lam)
     return torch.where(kept.isneginf().all(-1, keepdim=True), -torch.inf, torch.log_softmax(kept, dim=-1))
 
 
 class ZEstimate(NamedTuple):
-    """An estimate of Z from a part of the vocabulary, with bounds lower <= Z <= upper. All [...], float."""
+    """An estimate of Z, the expected acceptance, from a part of the vocabulary, with bounds of Z. All [...], float."""
 
     value: Tensor  # enters the weight; equals `lower`, the paper's Z_approx
     lower: Tensor
@@ -79,7 +79,7 @@ def topk_z(
     fill_valid: Tensor,
     lam: float | Tensor,
 ) -> ZEstimate:
-    """Estimate Z from the two top-k sets (section 4.4.1), with bounds on the tokens outside them.
+    """Estimate Z, the expected acceptance, from both models' top-k tokens (section 4.4.1), and bound it both ways.
 
     S = topk(p_inf); both probabilities of its tokens are known. N = topk(p_target) without S; p_inf of its tokens is
     known only where `fill_valid` is True: there `fill_ins` is their log p_inf, computed again with the weights that
@@ -139,28 +139,28 @@ def known_z(z: Tensor) -> ZEstimate:
 
 
 def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
-    """Return kappa = sum a / sum Z_k over one optimizer step's tokens (section 4.4.2), Z_k the top-k estimate of Z.
+    """Return kappa = sum a / sum Z_k over one optimizer step's tokens (section 4.4.2), the factor that corrects Z_k.
 
-    The sum is over a(x), not over the Bernoulli mask: the same expectation with less variance. Kappa corrects the mean
-    of Z_k, not the single Z_k. It is 1 where z_sum is 0: without tokens, or without any overlap, where every weight is
-    0 whatever kappa is.
+    a is a token's acceptance, the probability and not the draw: the same expectation with less variance. Z_k is the
+    top-k estimate of Z; kappa corrects the mean of Z_k, not the single Z_k. It is 1 where z_sum is 0: without tokens,
+    or without any overlap, where every weight is 0 whatever kappa is.
     """
     return torch.where(z_sum > 0, acceptance_sum / z_sum.clamp(min=torch.finfo(z_sum.dtype).tiny), 1.0)
 
 
 def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: float | Tensor) -> Tensor:
-    """Return w = Z max(lam, rho), the weight of accepted tokens before caps (Algorithm 1, line 23). Any shape, kept."""
+    """Return Z max(lam, p_target / p_inf), an accepted token's weight before caps (Algorithm 1, line 23). Any shape."""
     return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, _like(log_lam(lam), z))).exp()
 
 
 def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
-    """Solve Z(lam) = budget, the expected acceptance, for lam (Theorem 3.4): [..., V] -> [...], float64.
+    """Return the lam at which Z, the expected acceptance, is `budget` (Theorem 3.4): [..., V] -> [...], float64.
 
-    Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0; P_inf and P_target are the
-    probabilities of all tokens with such a rho. With the tokens sorted by rho, lam = P_target(first i tokens) /
-    (budget - P_inf(the other tokens)), for the only i at which this lam lies between rho_i and rho_(i+1). At the
-    largest budget, P_inf(rho > 0), every lam up to the smallest positive rho is a solution; the smallest positive rho
-    is returned.
+    With rho = p_target / p_inf, Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0;
+    P_inf and P_target are the probabilities of all tokens with such a rho. With the tokens sorted by rho, lam =
+    P_target(first i tokens) / (budget - P_inf(the other tokens)), for the only i at which this lam lies between rho_i
+    and rho_(i+1). At the largest budget, P_inf(rho > 0), every lam up to the smallest positive rho is a solution; the
+    smallest positive rho is returned.
 
     Raises:
         ValueError: `budget` is outside (0, 1], or above P_inf(rho > 0) somewhere. On CUDA, which is not waited for, the
@@ -182,11 +182,11 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rho, order = torch.where(rollout > 0, target / rollout, math.inf).sort(-1)
     target_up_to = target.gather(-1, order).cumsum(-1)  # P_target(rho <= rho_i)
     rollout = rollout.gather(-1, order)
-    from_here = rollout.flip(-1).cumsum(-1).flip(-1)
+    from_here = rollout.flip(-1).cumsum(-1).flip(-1)  # P_inf(rho >= rho_i)
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
 
-    # The last i with Z(rho_i) >= budget (`segment`), and the lam that the formula gives for every i (`inside`).
+    # The last i with Z(rho_i) >= budget (`segment`), and the lam that the formula above gives for every i (`inside`).
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
@@ -197,7 +197,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
 
 
 def z_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> tuple[Tensor, Tensor]:
-    """Return Z and the lam of `lam_for_budget`, at which Z equals `budget`: [..., V] -> [...] each, float64."""
+    """Return (Z, lam), with lam from `lam_for_budget`, so that Z equals `budget`: [..., V] -> [...] each, float64."""
     lam = lam_for_budget(rollout_log_probs, target_log_probs, budget)
     return exact_z(rollout_log_probs.double(), target_log_probs.double(), lam.unsqueeze(-1)), lam
 
@@ -228,7 +228,7 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound the kept mass of the `unknown` tokens from above: [...]; their p_inf is at most the least of the top k."""
+    """Bound from above the kept mass of the `unknown` tokens, [...], whose p_inf is at most the least of the top k."""
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
     kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
@@ -241,5 +241,5 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
 
 
 def _like(value: float | Tensor, tensor: Tensor) -> Tensor:
-    """Return a value in the dtype and on the device of `tensor`; a number is created there: a copy would wait."""
+    """Return `value` in the dtype and on the device of `tensor`; a number is created there, since a copy would wait."""
     return value.to(tensor) if isinstance(value, Tensor) else tensor.new_full((), value)

@@ -106,7 +106,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
-        # What is pending is a pair: signs, and an event that tells whether they have arrived.
+        # `_pending` holds at most one pair: signs of an earlier call, and an event that tells if they have arrived.
         arrived = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
         if not _pending:
             copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
@@ -120,7 +120,9 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
 
 
 def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Look for signs of a mistake in the log-probs of sampled tokens, [B, T] each: bool scalars by name.
+    """Look for signs of a mistake in sampled tokens' log p_inf (`rollout`) and log p_target (`target`), [B, T] each.
+
+    Each sign is a bool scalar, returned under its name.
 
     Swapped: where p_inf sampled the tokens, the product of rho = p_target / p_inf over all tokens has an expectation of
     at most 1, whatever the models, so its logarithm exceeds 30 with a chance of at most e^-30. It does exceed 30 if the
@@ -138,6 +140,7 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     shifted = torch.maximum(
         _correlation(rollout[:, 1:], target[:, :-1], pairs), _correlation(rollout[:, :-1], target[:, 1:], pairs)
     )
+    # For "swapped" the log of the product must exceed 30 (as above), and in a large batch 0.02 a token.
     return {
         "empty": count == 0,
         "swapped": (log_ratio.sum() > (0.02 * count).clamp(min=30.0)) & ((mean - 1.0).abs() < 0.01 + 4.0 * error),
@@ -147,13 +150,14 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
 
 
 def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> dict[str, Tensor]:
-    """Look for logits that are shifted by a token, in the most probable tokens of both models, [..., T] each.
+    """Tell if logits look shifted by a token, from the most probable tokens of both models, [..., T] ids each.
 
-    The sign is set where the two models agree on the most probable token far more often when one model's is shifted.
+    They do where the two models agree far more often after the tokens of one are moved by one position.
 
     Args:
-        usable: [..., T] bool, positions with a list of the engine.
+        usable: [..., T] bool, True at positions for which the engine returned top tokens.
     """
+    # The shares of usable positions at which the models agree: as they stand, then with one moved by a position.
     every, after_first, before_last = slice(None), slice(1, None), slice(None, -1)  # positions
     unshifted, *shifted = (
         ((policy_best[..., at_policy] == rollout_best[..., at_rollout]) & usable[..., at_rollout]).sum()
@@ -173,7 +177,7 @@ def _correlation(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
 
 
 def _is_rounded(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Tell whether log-probs [B, T], of enough tokens and not all equal, are numbers of bfloat16: a bool scalar."""
+    """Tell if bfloat16 holds all log-probs [B, T] exactly, although they are many and not all equal: a bool scalar."""
     counted = mask & (log_probs < 0)
     is_short = torch.where(counted, log_probs.bfloat16().to(log_probs.dtype) == log_probs, True)
     differ = (log_probs[:, 1:] != log_probs[:, :-1]) & counted[:, 1:] & counted[:, :-1]

@@ -26,7 +26,7 @@ from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
 
 
 class OutputGradient(NamedTuple):
-    """The gradient of an output, and the output's value, which the gradient of the logits contains too."""
+    """The loss's gradient with respect to an output of a head, and that output: both enter the logits' gradient."""
 
     to: Tensor  # [N] d loss / d output, divided by the temperature
     value: Tensor  # [N] the output
@@ -38,24 +38,26 @@ def coefficients_of(
     to_forward: Tensor | None = None,
     reverse_kl: OutputGradient | None = None,
 ) -> GradCoefficients | None:
-    """Combine the gradients of one head's outputs into coefficients of the logits' gradient; None if there are none.
+    """Combine the loss's gradients with respect to one head's outputs into coefficients of the logits' gradient.
+
+    The derivatives of the outputs are those at the top of the file. None if every argument is None.
 
     Args:
         to_log_probs, to_forward: [N] d loss / d log-probs and d loss / d forward KL, divided by the temperature.
             None for 0, as for every argument.
         entropy, reverse_kl: gradient and value of these outputs.
     """
-    constants: list[Tensor] = []  # their sum is the coefficient `constant`
+    constants: list[Tensor] = []  # their sum is the coefficient `constant`, the part of p's factor without logarithms
     on_log = None
 
-    if to_log_probs is not None:
+    if to_log_probs is not None:  # d log p(id) = onehot(id) - p
         constants.append(-to_log_probs)
-    if entropy is not None:
+    if entropy is not None:  # d entropy = -p (log p + entropy)
         constants.append(-entropy.to * entropy.value)
         on_log = -entropy.to
-    if to_forward is not None:
+    if to_forward is not None:  # d forward KL = this head's probabilities - those of the other
         constants.append(to_forward)
-    if reverse_kl is not None:
+    if reverse_kl is not None:  # d reverse KL = p (log p - log o - reverse KL), with o of the other head
         product = reverse_kl.to * reverse_kl.value
         constants.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
         on_log = reverse_kl.to if on_log is None else on_log + reverse_kl.to

@@ -46,9 +46,9 @@ def _combined(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, n
 
 
 def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSums]:
-    """Convert each head's sums s, t and g, which are relative to the largest logit `row_max`, to the larger `maxima`.
+    """Make each head's `sum_exp`, `moment` and `gap`, which are relative to `row_max`, relative to larger `maxima`.
 
-    The formulas are those at the top of the file; `maxima` are [C] of each head.
+    The top of the file says how these sums change when the maximum rises by d; `maxima` are [C] of each head.
     """
     falls = [old.row_max - new_max for old, new_max in zip(sums, maxima, strict=True)]  # -d of each head, at most 0
     rescaled: list[TileSums] = []
@@ -62,7 +62,7 @@ def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSu
 
 
 class PositionBlock:
-    """The outputs of C positions, which are updated while the positions visit the tiles of the vocabulary.
+    """The outputs at C positions (log-probs, entropy, top K, KLs and Z), updated by one tile of tokens after another.
 
     Args:
         heads: one head, or the policy and the rollout model.
@@ -70,7 +70,7 @@ class PositionBlock:
         rows: the positions of this block.
         wanted: [C, G] ids whose log-probs are returned; the first column is the sampled ids.
         num_top: K.
-        lam: OBRS's lam, at which the exact Z of two heads is taken; None: no Z.
+        lam: OBRS's lam, at which Z is summed over the whole vocabulary, from two heads; None: no Z.
         moments: whether entropy and divergences are computed.
     """
 
@@ -88,7 +88,7 @@ class PositionBlock:
         self._rows, self._wanted = rows, wanted
         self._num_top, self._lam = num_top, lam
         self._moments = moments
-        self._picked: dict[int, Tensor] = {}  # [C, G] each head's logits at the wanted ids
+        self._picked: dict[int, Tensor] = {}  # logits [C, G] at the wanted ids, by the head's index
         self._tops = [RunningTopK(num_top) for _ in heads]
         self._sums: list[TileSums] = []
         self._z: Tensor | None = None  # [C] the exact Z of the tiles so far
@@ -105,9 +105,10 @@ class PositionBlock:
             self._tops[i].add(head_logits, columns.start, sums[i].block_max, logits[i + 1 :])
         self._sums = merged(self._sums, sums) if self._sums else sums
 
+        # After a tile of the whole vocabulary the logsumexps are final, so Z needs no second pass (`add_z`).
         is_whole = columns.stop - columns.start == len(self._heads[0].weight)
-        if self._lam is not None and is_whole:  # the logsumexps are final, so that Z needs no second sweep
-            finished = [tile._replace(is_raw=False) for tile in tiles]
+        if self._lam is not None and is_whole:
+            finished = [tile._replace(is_raw=False) for tile in tiles]  # `read` has turned raw products into logits
             self._z = self._reader.common_mass(finished, self.logsumexps, self._lam)
 
     def _pick(self, i: int, logits: Tensor, columns: slice) -> None:
@@ -115,20 +116,20 @@ class PositionBlock:
         width = columns.stop - columns.start
         wanted = self._wanted - columns.start if columns.start else self._wanted
         values = logits.gather(1, wanted.clamp(0, width - 1))
-        # The first tile also fills in ids outside of it, with any logit: the tiles that have them replace it later.
+        # The first tile also stores some logit at the ids that it does not contain: the tiles that do overwrite it.
         if i in self._picked:
             values = torch.where((wanted >= 0) & (wanted < width), values, self._picked[i])
         self._picked[i] = values
 
     def add_z(self, lam: float) -> None:
-        """Add the selected tokens' share to the exact Z. Call it in a second sweep, when both logsumexps are final."""
+        """Add the share of the heads' selected tokens to Z; for a second pass over the tiles, with final logsumexps."""
         tiles = [head.tile(self._rows) for head in self._heads]
         z = self._reader.common_mass(tiles, self.logsumexps, lam)
         self._z = z if self._z is None else self._z + z
 
     @property
     def logsumexps(self) -> list[Tensor]:
-        """Return m + log s of each head, over the tiles so far: [C]."""
+        """Return each head's log of the sum of e^logit over the tokens of the tiles so far: [C]."""
         return [sums.row_max + sums.sum_exp.log() for sums in self._sums]
 
     def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -139,7 +140,7 @@ class PositionBlock:
         """
         values: list[Tensor] = []
         constants: list[Tensor] = []
-        logs = [sums.sum_exp.log() for sums in self._sums]  # log s of each head, [C]
+        logs = [sums.sum_exp.log() for sums in self._sums]  # logsumexp minus `row_max`, of each head: [C]
 
         def log_probs(i: int, logits: Tensor) -> Tensor:
             """Convert logits of head i, at any tokens, to log-probs: [C, any]."""
@@ -149,7 +150,7 @@ class PositionBlock:
             at_wanted = log_probs(i, self._picked[i])
             values.append(at_wanted[:, 0])  # of the sampled ids
             if sums.moment is not None:
-                values.append(logs[i] - sums.moment / sums.sum_exp)
+                values.append(logs[i] - sums.moment / sums.sum_exp)  # entropy
             constants += [top.ids, log_probs(i, top.values), at_wanted[:, 1:]]
 
         for i, sums in enumerate(self._sums):
@@ -163,14 +164,16 @@ class PositionBlock:
 
 
 def _divergence(sums: TileSums, gap: Tensor, log: Tensor, other_log: Tensor) -> Tensor:
-    """Return KL(head || other head), [C] nats; inf where the head has mass on a token that the other gives none.
+    """Return KL(head || other head), [C] nats; inf where a token has probability 0 under the other head alone.
 
     Args:
-        log, other_log: log s of the head and of the other one, [C].
+        sums: sums of the head over the whole vocabulary.
+        gap: `sums.gap`, which is not None.
+        log, other_log: log of `TileSums.sum_exp` of the head and of the other head, [C].
     """
     value = gap / sums.sum_exp - (log - other_log)
     if sums.max_at_masked is None:
         return value
-    # Whether the head's most probable token, among those that the other head masks, has a probability above 0.
+    # Whether the head's most probable token, among those with logit -inf under the other, has a probability above 0.
     has_mass = (sums.max_at_masked - sums.row_max - log).exp() > 0.0
     return value.masked_fill(has_mass, torch.inf)

@@ -39,7 +39,7 @@ class HeadOutput:
 
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "HeadOutput":
-        """Build the output of one head from outputs with and without a gradient, in the order of `tiled_heads`."""
+        """Build the output of one head from its outputs with a gradient (log-probs, perhaps entropy) and without."""
         top_ids, top_log_probs, gathered = constants
         return cls(
             log_probs=values[0],
@@ -65,8 +65,9 @@ class JointOutput:
 
     @classmethod
     def of(cls, values: Sequence[Tensor], constants: Sequence[Tensor]) -> "JointOutput":
-        """Build the output of two heads from outputs with and without a gradient, in the order of `tiled_heads`."""
-        per_head = 2 if len(values) > 2 else 1  # log-probs and entropy, or log-probs alone
+        """Build the output of two heads from their outputs with a gradient (`values`) and without (`constants`)."""
+        # `values` are log-probs and entropy of each head, then the two KLs; or the log-probs of each head alone.
+        per_head = 2 if len(values) > 2 else 1
         forward_kl, reverse_kl = values[4:] if per_head == 2 else (None, None)
 
         # `constants` are top_ids, top_log_probs and gathered of each head, then fill_ins, and exact_z if there is one.
@@ -153,10 +154,11 @@ def joint_linear_head(
     tile: tuple[int, int] | None = None,
     options: HeadOptions = DEFAULT_OPTIONS,
 ) -> JointOutput:
-    """Compute `linear_head` of both models at the same ids, the two KLs, and Z of eq. 4 over the whole vocabulary.
+    """Compute `linear_head` of both models at the same ids, their KL divergences, and OBRS's Z over the vocabulary.
 
-    Arguments as in `linear_head`. The models may differ in H, not in N or V. With `lam`, the lam of OBRS, above 0,
-    `exact_z` is computed; where the vocabulary is more than one tile, that forms all logits once more.
+    Arguments as in `linear_head`. The models may differ in hidden size, not in the number of positions or tokens. Z
+    (`objectives.obrs`) is computed if its `lam`, above 0, is given; with more than one tile of tokens, that forms all
+    logits once more.
 
     Both divergences and Z take p_policy as a constant: no gradient reaches the policy's hidden states or its weight
     (but for a weight that both heads share). forward_kl is inf where the policy has mass and the rollout model none;
@@ -185,7 +187,7 @@ def joint_linear_head(
 
 
 class CutLinear(nn.Linear):
-    """An output layer that uses only the first `out_features` rows of its weight and bias; so does `LinearHead` of it.
+    """An output layer that uses only the first `out_features` rows of its weight and bias, in a `LinearHead` too.
 
     The attributes `weight` and `bias` stay the whole parameters; the gradient of the other rows is 0.
     """
@@ -216,7 +218,7 @@ class Fp32Linear(CutLinear):
     `LinearHead` does the same with this layer's weight.
     """
 
-    rounded_to: torch.dtype | None = None
+    rounded_to: torch.dtype | None = None  # dtype to which weight and bias are rounded first; None: no rounding
 
     @classmethod
     def of(cls, layer: nn.Linear, rounded_to: torch.dtype | None = None) -> Self:
@@ -230,7 +232,7 @@ class Fp32Linear(CutLinear):
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return the rows of `CutLinear.read`, rounded to `rounded_to`, before they are widened to float32."""
+        """Return weight and bias, cut as by `CutLinear.read` and rounded to `rounded_to`, but not yet in float32."""
         weight, bias = super().read()
         if self.rounded_to is None:
             return weight, bias
@@ -242,7 +244,7 @@ class Fp32Linear(CutLinear):
 
         with torch.autocast(input.device.type, enabled=False):
             if input.dtype == weight.dtype != torch.float32 and has_mixed_product(input.device):
-                # The same product, without a float32 copy of the weight.
+                # Half-precision operands and float32 results: the same product as below, without a copy of the weight.
                 products = torch.mm(input.flatten(0, -2), weight.t(), out_dtype=torch.float32)
                 products = products.unflatten(0, input.shape[:-1])
                 return products if bias is None else products + bias
@@ -251,12 +253,12 @@ class Fp32Linear(CutLinear):
 
 
 class LinearHead(nn.Module):
-    """A module of the output layers of one or two models, which reads both weights in one forward.
+    """A module of the output layers of one or two models, which reads the weights of both layers in one forward.
 
-    The `nn.Linear`s are kept by reference, so their parameters stay the models' own. Their forward never runs here, so
-    FSDP must gather their weights while a module around this one runs (`models.gathered`). FSDP may wrap this module
-    itself only where no embedding shares a weight with a layer: tied weights that are wrapped apart become two, without
-    an error.
+    The layers are kept by reference, so their parameters stay the models' own. The forward of a layer never runs here,
+    so FSDP must gather the layers' weights while a module around this one runs (`models.gathered`). FSDP may wrap this
+    module itself only where no embedding shares a weight with a layer: FSDP would make a shared weight two weights,
+    without an error.
     """
 
     def __init__(
@@ -331,10 +333,10 @@ class LinearHead(nn.Module):
     def z_for_budget(
         self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None, *, temperature: float, budget: float
     ) -> tuple[Tensor, Tensor]:
-        """Return Z and lam of every position, with the lam at which Z is `budget`: [N] each, float64, no gradient.
+        """Return (Z, lam) of every position, lam chosen so that OBRS's Z is `budget`: [N] each, float64, no gradient.
 
-        All logits are formed once more, a few positions at a time, and the vocabulary is sorted at each position. The
-        policy stands for both models where `rollout_model_hidden` is None.
+        All logits are formed once more, a few positions at a time, and the vocabulary is sorted at each position. Where
+        `rollout_model_hidden` is None, the policy also takes the place of the rollout model.
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)
@@ -352,7 +354,8 @@ class LinearHead(nn.Module):
                 only_log_probs=True,
                 tile=(step, vocabulary),
             )
-            # Log-probs of all tokens under both models, in the order of the policy's.
+            # Log-probs of all tokens under both models, by falling probability under the policy; `fill_ins` are the
+            # rollout model's.
             if isinstance(output, HeadOutput):
                 policy = rollout = output.top_log_probs
             else:

@@ -31,7 +31,7 @@ MAX_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # most logits that are read at a time
 
 
 class TileSums(NamedTuple):
-    """The sums of one head over the T tokens of a tile, [C] each; the module has the formulas of m, s, t and g."""
+    """The sums over a tile's tokens for one head's logsumexp, entropy, KL and top K; [C] each, but for `block_max`."""
 
     row_max: Tensor  # m, the largest logit
     sum_exp: Tensor  # s, the sum of e^(l - m)
@@ -42,11 +42,11 @@ class TileSums(NamedTuple):
 
 
 class GradCoefficients(NamedTuple):
-    """The coefficients in the gradient of one head's logits; [N] each, None for 0. The gradient is
+    """The coefficients of the loss's gradient with respect to one head's logits, before the temperature divides them:
 
         on_id onehot(id) + p (constant + on_log log p - on_other_log log o) - on_other o
 
-    with p the probabilities of this head and o those of the other head.
+    with id the sampled token, p this head's probabilities and o the other head's. Each is [N], or None for 0.
     """
 
     on_id: Tensor | None
@@ -61,7 +61,7 @@ class GradCoefficients(NamedTuple):
 
 
 class TileGradient(NamedTuple):
-    """The coefficients of the gradient of one head's products W h in a tile, and the memory that it is written to."""
+    """The coefficients of the gradient of one head's products W h in a tile, and memory for that gradient."""
 
     coefficients: GradCoefficients  # [C] each
     out: Tensor  # [C, T] in the dtype of the head's operands, perhaps the memory of the logits
@@ -77,16 +77,18 @@ class TileReader(Protocol):
     name: str
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
-        """Return the sums of a tile of each head.
+        """Return for each head the sums over the tokens of its tile, as `TileSums` describes them.
 
         Args:
-            tops: whether to compute `block_max`.
-            moments: whether to compute `moment` and `gap`, for entropy and divergences.
+            tops: whether to compute `TileSums.block_max`, for the top K.
+            moments: whether to compute `TileSums.moment` and `gap`, for entropy and KL divergences.
         """
         ...
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-        """Return sum_x min(q(x), p(x) / lam), a tile's share of Z: [C].
+        """Return the share of a tile's tokens x in OBRS's Z: the sum of min(q(x), p(x) / lam), [C].
+
+        The first tile is of the policy, with probabilities p, the second of the rollout model, with probabilities q.
 
         Args:
             logsumexps: [C] each, over the whole vocabulary.
@@ -122,13 +124,13 @@ def finish(logits: Tensor, bias: Tensor | None, soft_cap: float | None, temperat
 
 
 def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, moments: bool) -> list[TileSums]:
-    """Return the sums of each head's logits [C, T]; arguments as in `TileReader.read`.
+    """Return the `TileSums` of each head's logits [C, T]; `tops` and `moments` are as in `TileReader.read`.
 
     Args:
-        may_mask: whether a logit of each head may be -inf.
+        may_mask: whether a logit may be -inf, for each head.
     """
     sums: list[TileSums] = []
-    terms: list[tuple[Tensor, Tensor]] = []  # for each head, l - m and e^(l - m), [C, T]
+    terms: list[tuple[Tensor, Tensor]] = []  # for each head, logits minus `row_max`, and e to that power: [C, T]
     for head_logits, masks in zip(logits, may_mask, strict=True):
         maxima = block_max(head_logits) if tops else None
         row_max = (head_logits if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
@@ -152,8 +154,8 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
     if len(logits) == 1 or not moments:
         return sums
 
-    # For a pair of heads: g of each head against the other, and each head's largest logit at tokens that the other head
-    # masks.
+    # With two heads p and q, add the fields that need both: `gap`, and each head's largest logit at the tokens whose
+    # logit is -inf under the other head.
     (shifted_p, exps_p), (shifted_q, exps_q) = terms
     difference = shifted_p - shifted_q
     gaps = (difference * exps_p).sum(-1), -(difference * exps_q).sum(-1)
@@ -168,7 +170,7 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
 
 
 def tile_common_mass(logits: Sequence[Tensor], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-    """Return sum_x min(q(x), p(x) / lam) over logits [C, T] of both heads: [C]."""
+    """Return sum_x min(q(x), p(x) / lam) over a tile's tokens x: [C]; `logits` are those of p and of q, [C, T] each."""
     p, q = (_exp(head_logits - logsumexp[:, None]) for head_logits, logsumexp in zip(logits, logsumexps, strict=True))
     return torch.minimum(q, p / lam).sum(-1)
 
@@ -180,7 +182,7 @@ def tile_gradients(
     coefficients: Sequence[GradCoefficients | None],
     out: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Evaluate the formula of `GradCoefficients`, without the term of the sampled id, on each head's logits [C, T].
+    """Return the gradient of each head's logits [C, T] by the formula of `GradCoefficients`, without its term `on_id`.
 
     Args:
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
@@ -198,7 +200,8 @@ def tile_gradients(
             gradients.append(None)
             continue
 
-        # p (constant + on_log log p - on_other_log log o) - on_other o, where p is of head i and o of head 1 - i.
+        # p (constant + on_log log p - on_other_log log o) - on_other o, with p and the coefficients (`terms`) of head i
+        # and o of head 1 - i.
         factor = terms.constant[:, None]
         if terms.on_log is not None:
             factor = log_probs[i] * terms.on_log[:, None] + factor
@@ -221,15 +224,15 @@ def _exp(values: Tensor) -> Tensor:
 
 
 class TorchReader:
-    """The reader that applies the formulas with torch's operators, to a few rows of logits at a time."""
+    """The tile reader that computes with torch's operators, a few rows of logits at a time."""
 
     name = "eager"
 
     def __init__(self, device_type: str | None = None) -> None:
         """
         Args:
-            device_type: type of the device for which the number of logits that are read at a time is chosen. None: that
-                of the logits; a plan of a run on a GPU, which is made without the GPU, names the GPU's instead.
+            device_type: "cpu" or "cuda", which decides how many logits are read at a time (`MAX_CHUNK`). None: the type
+                of the logits' device. To plan a GPU's memory without a GPU, "cuda" is passed with logits elsewhere.
         """
         self._device_type = device_type
 
@@ -289,7 +292,7 @@ class TorchReader:
             for chunk, logit_gradient, cap_derivative in zip(chunks, logit_gradients, cap_derivatives, strict=True):
                 if chunk is None or logit_gradient is None:
                     continue
-                if chunk.coefficients.on_id is not None:
+                if chunk.coefficients.on_id is not None:  # the term of the sampled ids, which are `columns`
                     _add_at(logit_gradient, columns[rows], chunk.coefficients.on_id)
                 if cap_derivative is not None:
                     logit_gradient *= cap_derivative

@@ -24,15 +24,15 @@ def support_log_probs(
     Args:
         head: head over N positions.
         ids: [N] int64, the sampled ids; each belongs to the support, whether it is listed or not.
-        support_ids: [N, G] int64, distinct within a position.
+        support_ids: [N, G] int64, the ids that are listed for each position, none twice.
         is_kept: [N, G] bool, False for listed ids that are outside of the support.
         temperature: divides the logits, above 0.
 
     Returns:
         log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without gradient, -inf where not kept.
     """
-    # `columns` are the rows of the weight to read. The sampled id comes first; where the list names it too, the list's
-    # is masked: it must not count twice.
+    # `columns` are the ids whose logits are formed: the sampled one, then those listed. Where the sampled id is listed
+    # too, its second logit is masked: it must not count twice.
     is_sampled = support_ids == ids[:, None]
     columns = torch.cat((ids[:, None], support_ids), dim=1)
     in_support = torch.cat((torch.ones_like(ids[:, None], dtype=torch.bool), is_kept & ~is_sampled), dim=1)
@@ -66,9 +66,10 @@ class _RowProducts(torch.autograd.Function):
     def forward(
         ctx: _Context, dtype: torch.dtype, operands: torch.dtype, columns: Tensor, hidden: Tensor, weight: Tensor
     ) -> Tensor:
-        """Round hidden [N, H] and weight [V, H] to `operands`, and multiply each hidden state by the rows `columns`.
+        """Multiply the hidden state of each position by the rows of the weight at its ids, `columns` [N, G].
 
-        The products are [N, G] in `dtype`, as `columns` is [N, G].
+        Hidden states [N, H] and weight [V, H] are first rounded to the dtype `operands`. The products are [N, G], in
+        `dtype`.
         """
         ctx.save_for_backward(columns, hidden, weight)
         ctx.dtype, ctx.operands = dtype, operands
@@ -82,7 +83,7 @@ class _RowProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden and weight, forward's arguments 3 and 4, from that of the products, [N, G]."""
+        """Return the gradients of forward's arguments 3 and 4, hidden and weight, from that of the products, [N, G]."""
         [gradient] = gradients
         columns, hidden, weight = ctx.saved_tensors
         dtype, operands = ctx.dtype, ctx.operands
@@ -102,9 +103,9 @@ class _RowProducts(torch.autograd.Function):
 
 
 def _chunks(columns: Tensor, width: int) -> list[slice]:
-    """Cut the N positions into slices whose gathered rows of the weight have at most `_GATHERED` numbers.
+    """Cut the N positions into slices, of which each copies at most `_GATHERED` numbers of the weight.
 
-    `columns` [N, G] names the rows that each position needs, of `width` numbers each.
+    A position copies G rows of `width` numbers: the rows at its ids in `columns` [N, G].
     """
     step = max(1, _GATHERED // max(1, columns.shape[1] * width))
     return [slice(start, start + step) for start in range(0, len(columns), step)]

@@ -114,7 +114,7 @@ class HeadOperands:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether the products are the logits: no bias, no soft cap, no temperature."""
+        """Tell whether the products W h already are the logits: no bias, no soft cap, and a temperature of 1."""
         return self.bias is None and self._soft_cap is None and self._temperature == 1.0
 
     def select(self, columns: slice) -> None:
@@ -132,7 +132,7 @@ class HeadOperands:
         return self._loaded
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Return this head's workspace tensor of that name, by default in the logits' dtype."""
+        """Return the workspace tensor that this head has under `name`, by default in the logits' dtype."""
         return self._workspace.take(f"{self._name} {name}", shape, self.dtype if dtype is None else dtype)
 
     def tile(self, rows: slice) -> Tile:
@@ -154,10 +154,10 @@ class HeadOperands:
         )
 
     def _products(self, rows: slice) -> Tensor:
-        """Multiply the hidden states of these positions by the selected rows of the weight: [C, T].
+        """Multiply the hidden states of the positions `rows` by the weight of the selected tokens: [C, T].
 
-        The products have the logits' dtype; but where the device has no mixed product (`has_mixed_product`), products
-        that already are the logits (`is_plain`) keep the operands' dtype.
+        The products have the logits' dtype. Only where the device cannot multiply half-precision matrices into float32
+        (`has_mixed_product`), and the products already are the logits (`is_plain`), they keep the operands' dtype.
         """
         hidden, weight = self.hidden[rows], self._rows_of_weight.t()
         shape = hidden.shape[0], weight.shape[1]
@@ -170,7 +170,7 @@ class HeadOperands:
         return self._memory(shape, self.dtype).copy_(products)
 
     def _memory(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return memory for logits: new memory where they are kept, else the workspace's."""
+        """Return memory for logits: new memory if the logits are kept for backward, else the workspace's."""
         if self._kept_tiles is not None:
             return self.hidden.new_empty(shape, dtype=dtype)
         return self.buffer("logits", shape, dtype)
@@ -197,7 +197,7 @@ class HeadOperands:
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add a @ b to `total`; on a device without a mixed product, the product is rounded to the dtype of `a`."""
+        """Add a @ b to `total`; where `has_mixed_product` is False, the product is rounded to `a`'s dtype first."""
         if a.dtype == total.dtype:
             total.addmm_(a, b)
         elif self._is_mixed:
@@ -221,7 +221,7 @@ class HeadGrads:
         self._operands, self._tensors = operands, tensors
         hidden, weight, bias = (tensor if need else None for tensor, need in zip(tensors, needed, strict=True))
         self.hidden = None if hidden is None else torch.zeros_like(hidden, dtype=operands.dtype)
-        self.weight = None if weight is None else torch.empty_like(weight)
+        self.weight = None if weight is None else torch.empty_like(weight)  # `begin_tile` or `end_tile` fills it
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=operands.dtype)
         self.tile: Tensor | None = None  # [T, H], the tile of the weight's gradient that is being summed
 
@@ -242,7 +242,7 @@ class HeadGrads:
     def end_tile(self, columns: slice) -> None:
         """Store the finished sum for the tokens `columns` in the weight's gradient, rounded to that gradient's dtype.
 
-        Where both dtypes are equal, the sum was made in the weight's gradient itself.
+        Where the sum already has that dtype, it was made in the weight's gradient itself, and nothing is to be done.
         """
         if self.weight is not None and self.tile is not None and self.tile.dtype != self.weight.dtype:
             self.weight[columns] = self.tile

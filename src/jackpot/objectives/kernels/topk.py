@@ -70,9 +70,9 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _ids(block_indices: Tensor, columns: Tensor) -> Tensor:
-    """Convert columns of the candidates, [N, k], to ids: the columns of `values` that the candidates were taken from.
+    """Convert `columns` [N, k] of the tensor of candidates to ids, the columns of the whole rows.
 
-    `block_indices` [N, ceil(M / BLOCK)] are those of the candidates' blocks, from `_candidates`.
+    `block_indices` [N, ceil(M / BLOCK)] are the blocks that the candidates were taken from, from `_candidates`.
     """
     return block_indices.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
 
@@ -87,17 +87,17 @@ class RunningTopK:
 
     @property
     def values(self) -> Tensor:
-        """Return the largest numbers so far, largest first: [N, min(K, seen)]."""
+        """Return the K largest numbers of each row so far, largest first: [N, K], or fewer if fewer have come."""
         return self._columns[0]
 
     @property
     def ids(self) -> Tensor:
-        """Return the ids of `values`: [N, min(K, seen)] int64."""
+        """Return the ids of `values` (their places in the whole rows): int64, of the shape of `values`."""
         return self._columns[1]
 
     @property
     def companions(self) -> list[Tensor]:
-        """Return the numbers at `ids` of each tensor that was passed to `add` as companion: [N, min(K, seen)] each."""
+        """Return for each further tensor that `add` was given its numbers at `ids`, in the shape of `values`."""
         return self._columns[2:]
 
     def add(self, values: Tensor, start: int, maxima: Tensor | None, companions: Sequence[Tensor] = ()) -> None:
@@ -113,8 +113,8 @@ class RunningTopK:
             self._columns = [largest, ids + start, *(companion.gather(1, ids) for companion in companions)]
             return
 
-        # The largest numbers of this piece, or the blocks that hold them, in any order. `ids_at` returns the columns of
-        # the piece that columns of the candidates came from.
+        # The candidates of this piece: its largest numbers, or the blocks that hold them. `ids_at` converts columns of
+        # the candidates to columns of the piece.
         if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
             candidates, block_indices = _candidates(values, self._k, maxima)  # the merge below sorts the candidates
             ids_at = partial(_ids, block_indices)
@@ -128,7 +128,7 @@ class RunningTopK:
         is_old, old_columns = columns < num_old, columns.clamp(max=num_old - 1)
         ids = ids_at((columns - num_old).clamp(min=0))
 
-        # The ids and companions of each of the largest, from what was kept before or from this piece.
+        # The largest of both, with the ids and companions of each: those kept before or those of this piece.
         new_columns = [ids + start, *(companion.gather(1, ids) for companion in companions)]
         pairs = zip(self._columns[1:], new_columns, strict=True)
         self._columns = [largest, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]

@@ -48,7 +48,7 @@ def _logits(
 
 @triton.jit
 def _finished(start: tl.tensor, columns: tl.tensor, T: int) -> tl.tensor:
-    """Load logits of a row of T tokens that are finished already, in float32; -inf beyond the end of the row."""
+    """Load a row's final logits (no raw products W h) at the given columns, in float32; -inf beyond its T tokens."""
     return tl.load(start + columns, mask=columns < T, other=float("-inf")).to(tl.float32)
 
 
@@ -58,7 +58,7 @@ def _finish(
     begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load and finish WIDTH logits of a row. Store them if they were raw, and the largest of each block in `maxima`."""
+    """Return WIDTH logits of a row from `begin` on; store them over raw products (RAW), and block maxima (TOPS)."""
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
     logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
@@ -76,7 +76,7 @@ def _store_sums(
     sums: tl.tensor, C: int, row_max: tl.tensor, sum_exp: tl.tensor, moment: tl.tensor, gap: tl.tensor,
     masked: tl.tensor, PAIR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the sums of one position and head from `sums` on, C numbers apart; gap and masked only for two heads."""
+    """Reduce one position's sums under one head over the columns, and write them to `sums`, C numbers apart."""
     tl.store(sums, row_max)
     tl.store(sums + C, tl.sum(sum_exp, axis=0))
     tl.store(sums + 2 * C, tl.sum(moment, axis=0))
@@ -93,7 +93,7 @@ def _read(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr, TOPS: tl.constexpr, MOMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write row_max, sum_exp, moment, gap and max_at_masked of each head to `sums` [2, 5, C]."""
+    """Write one position's `TileSums` (all but block_max) under heads p and q to `sums` [2, 5, C], field by field."""
     row = tl.program_id(0).to(tl.int64)
     p += row * T
     q += row * T
@@ -105,7 +105,8 @@ def _read(
     masked_p = tl.full([WIDTH], float("-inf"), tl.float32)
     masked_q = tl.full([WIDTH], float("-inf"), tl.float32)
 
-    # Finish the logits, and take their maxima.
+    # Turn products into logits, and take the largest logits: of all tokens, and (`masked`) of those whose logit is -inf
+    # under the other head.
     for begin in range(0, T, WIDTH):
         logits_p = _finish(
             p, bias_p, cap_p, temperature, maxima_p, begin, T, NUM_BLOCKS, RAW_P, BIAS_P, CAP_P, TOPS, WIDTH
@@ -160,7 +161,7 @@ def _common_mass(
     RAW_P: tl.constexpr, RAW_Q: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write sum_x min(q(x), p(x) / lam) to `mass` [C]."""
+    """Write one position's share of Z, the sum of min(q(x), p(x) / lam) over the tile's tokens x, to `mass` [C]."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([WIDTH], tl.float32)
     normalizer_p, normalizer_q = tl.load(logsumexp_p + row), tl.load(logsumexp_q + row)
@@ -178,7 +179,7 @@ def _gradient(
     log_probs: tl.tensor, other_log_probs: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Evaluate the formula of `GradCoefficients`, times the derivative of a soft cap: the gradient of the products."""
+    """Return the gradient of a position's products W h: that of `GradCoefficients`, times the soft cap's derivative."""
     # The fields of `GradCoefficients` lie in their order, C numbers apart.
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
@@ -202,9 +203,10 @@ def _differentiate(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr,
     TRAINS_P: tl.constexpr, TRAINS_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of both heads' products; `coefficients` [2, 5, C] are the `GradCoefficients` of each head.
+    """Write the gradients of both heads' products W h at one position and WIDTH tokens to `out_p` and `out_q`.
 
-    All loads come before the stores, since a gradient may take the memory of the logits.
+    `coefficients` [2, 5, C] are each head's fields of `GradCoefficients`. All loads come before the stores, since a
+    gradient may take the memory of the logits.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -287,13 +289,14 @@ class TritonReader(TileReader):
             return EAGER.differentiate(tiles, logsumexps, gradients, columns)
 
         c, t = logits.shape
-        coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)  # fields of `GradCoefficients`, 0 for None
+        # [2, 5, C]: each head's fields of `GradCoefficients`, in their order; 0 for None.
+        coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)
         for i, target in enumerate(gradients):
             for j, column in enumerate(target.coefficients if target else ()):
                 if column is not None:
                     coefficients[i, j] = column
 
-        # A head without gradient passes the logits in place of memory that is not written.
+        # A head without gradient has no memory to write to: its logits stand there, and the kernel does not write them.
         out = [logits if target is None else target.out for target in gradients]
         is_pair, trains = len(tiles) == 2, [target is not None for target in gradients]
         arguments, flags = _operands(tiles)
@@ -310,19 +313,19 @@ def _launch(
 ) -> None:
     """Run a kernel's programs, one for each point of `grid`; none for an empty grid.
 
-    A tensor that is passed here reaches the kernel as a pointer, so the kernel's annotations name other types.
+    Triton hands each tensor to the kernel as a pointer: hence the kernels' annotations, tl.tensor in place of Tensor.
     """
     if grid[0]:
         kernel[grid](*arguments, **constants)
 
 
 def _width(tokens: int) -> int:
-    """Return the tokens that a program reads at a time, a power of two."""
+    """Return how many of a tile's `tokens` a program of a kernel reads at a time, a power of two."""
     return min(WIDTH, max(BLOCK, 1 << (tokens - 1).bit_length()))
 
 
 def _operands(tiles: Sequence[Tile]) -> tuple[list[Tensor | float], dict[str, bool]]:
-    """Return the arguments and flags by which a kernel reads a pair of tiles; a single tile takes both places."""
+    """Return a kernel's first arguments, and its flags RAW, BIAS and CAP, for two tiles P and Q; one tile is both."""
     pair = [tiles[0], tiles[-1]]
     biases = [tile.logits if tile.bias is None else tile.bias for tile in pair]
     caps = [tile.soft_cap or 1.0 for tile in pair]

@@ -84,6 +84,7 @@ class ThreadEngine(BackgroundEngine):
             thread_name: name of the thread, which errors mention.
         """
         super().__init__(version)
+        # Functions that the thread is to call, each with the future of its result; None ends the thread.
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=thread_name, daemon=True)
         self._thread.start()
@@ -93,13 +94,13 @@ class ThreadEngine(BackgroundEngine):
         self._thread.join()
 
     def _post(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Have the thread call a function between two steps; return a future of the function's result."""
+        """Have the thread call a function between two generation steps; return a future of the function's result."""
         future: Future[Result] = Future()
         self._calls.put((function, future))
         return future
 
     def _call(self, function: Callable[[], Result]) -> Result:
-        """Have the thread call a function between two steps; wait for the function's result and return it."""
+        """Have the thread call a function between two generation steps; wait for the result and return it."""
         return self._wait(self._post(function))
 
     def _wait(self, future: "Future[Result]") -> Result:
@@ -135,7 +136,7 @@ class ThreadEngine(BackgroundEngine):
                     self._step()
                     continue
 
-                if call is None:
+                if call is None:  # the engine is closed
                     break
                 self._serve(*call)
         except BaseException as error:  # SystemExit included: a waiting caller must be unblocked by any of them

@@ -56,7 +56,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """Return the limits of the engine and the properties of its numbers."""
+        """Return the limits of the engine and the properties of the numbers that it returns."""
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Numbers of drafts, forward passes and tokens that models read, summed over responses."""
+    """Counts of drafts, of forward passes, and of the tokens that the models read, each summed over responses."""
 
     tokens: int = 0  # tokens generated
     passes: int = 0  # forward passes of the policy for a response, the pass over its prompt included

@@ -46,7 +46,7 @@ class EngineHost:
         """Take over engines that this process has made.
 
         Args:
-            engines: engines by the setting that describes them, `engine` or `evaluation.engine`, which is their name.
+            engines: engines by the name of the setting that describes each, `engine` or `evaluation.engine`.
             sign: called every `SIGN_SECONDS` while an engine generates, to show that this process is alive.
         """
         self._engines, self._sign = engines, sign
@@ -61,7 +61,7 @@ class EngineHost:
             return pack({"lost": str(error)})
         except JackpotError as error:
             return pack({"refused": str(error)})
-        except (ValueError, KeyError, TypeError) as error:  # a bug, which the other side reports
+        except (ValueError, KeyError, TypeError) as error:  # a bug, which the process that sent the message reports
             _log.exception("a message could not be answered")
             return pack({"refused": f"{type(error).__name__}: {error}"})
 
@@ -82,15 +82,16 @@ class EngineHost:
             self._weight_names[message["engine"]] = message["name"]
             return {}
 
-        if self._weight_names != message["held"]:
+        if self._weight_names != message["held"]:  # then `HostPeer.run` raises PeerRestarted
             return {"stale": self._weight_names}
         if message["do"] == "generate":
             return _generate(engine, message, self._sign)
+        # What is left is "score".
         return {"log_probs": engine.score(message["rollouts"], message["temperature"])}
 
     def _take(self, engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
         """Have an engine take the weights that a message names, and answer with the digest of what was read."""
-        self._weight_names.pop(message["engine"], None)
+        self._weight_names.pop(message["engine"], None)  # unknown until the update has succeeded
         try:
             digest = engine.update_weights(read_weights(message["path"]), Version(*message["version"]))
         except OSError as error:  # newer weights have replaced these
@@ -100,7 +101,7 @@ class EngineHost:
 
 
 def _describe(engine: Engine) -> dict[str, Any]:
-    """Return an engine's capabilities, in the form that `_capabilities` reads, and its events, for a message."""
+    """Return the engine's capabilities, as plain values that `_capabilities` reads, and the engine's new events."""
     capabilities = engine.capabilities
     facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__}
     facts["dtype"] = str(capabilities.dtype).removeprefix("torch.")
@@ -166,7 +167,7 @@ class Link(ABC):
 
 @dataclass(eq=False)
 class SentWeights:
-    """The newest weights of one engine, or the record that the engine sleeps."""
+    """The newest weights of one engine; while the engine sleeps, a record of the sleep in their place."""
 
     name: str  # name of these weights, or of this sleep, which is used only once
     version: Version
@@ -175,13 +176,13 @@ class SentWeights:
 
 
 class NewestWeights(dict[str, SentWeights]):
-    """The newest weights of every engine, by the setting that describes the engine."""
+    """The newest weights of every engine, by the name of the setting that describes the engine, such as `engine`."""
 
     is_resting = False  # True while all engines that can sleep do so, so that training uses their memory
 
 
 class HostPeer(Peer):
-    """The side of this process towards one host: it sends the host requests and brings it to the newest weights."""
+    """The peer that stands in this process for one host: it sends the host requests and the newest weights."""
 
     weights: NewestWeights | None
 
@@ -199,7 +200,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # A host that was lost, and did not only restart, stays closed while engines sleep.
+        # A lost host, unless it can be reached and only lost its weights, is closed while engines sleep, and counts as
+        # restarted.
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -217,14 +219,14 @@ class HostPeer(Peer):
             self._is_starting = False
 
     def is_awaited(self, newest: NewestWeights) -> bool:
-        """Return whether an update of the weights waits for this host.
+        """Return whether an update of the weights waits until this host holds them.
 
         When engines go to sleep, the update also waits for a host that is being started, whose engines are awake.
         """
         return super().is_awaited(newest) or (newest.is_resting and self._is_starting)
 
     async def run(self, request: PeerRequest) -> Any:
-        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if the host has lost its weights."""
+        """Have the host do a request, as `Peer.run` says; raise PeerRestarted if the host lacks `self.weights`."""
         assert self.weights is not None  # a peer without weights is given no request
         held = {engine: weights.name for engine, weights in self.weights.items()}
         answer = await self._ask({**request.message, "held": held})
@@ -236,7 +238,7 @@ class HostPeer(Peer):
         await self._link.close()
 
     async def _meet(self) -> None:
-        """Reach the host, and ask the host which engines and weights it holds."""
+        """Start the host unless it can be reached, and ask the host which engines and weights it holds."""
         if not self._is_open or not isinstance(self.error, PeerRestarted):
             await self._link.open()
         self._is_open = True
@@ -283,7 +285,7 @@ class HostPeer(Peer):
 
 
 class EnginePool:
-    """A pool of hosts with an engine for each model that generates; the hosts do the engines' work."""
+    """A pool of hosts, and for each model that generates one engine, whose work is done by the hosts."""
 
     def __init__(
         self,
@@ -298,7 +300,7 @@ class EnginePool:
 
         Args:
             links: connections to the hosts, by the name of the host.
-            weights: the first weights of each engine and their dtype, by the setting that describes the engine.
+            weights: the first weights of each engine and their dtype, by the engine's name, as `engine`.
             chunk: number of requests that a host is given at once.
             patience: seconds after which the run stops if no host can be reached.
 
@@ -369,6 +371,7 @@ class EnginePool:
             name=f"{name} asleep {next(self._weight_numbers)}", version=self.pool.newest[name].version, memory=None
         )
         newest = NewestWeights({**self.pool.newest, name: asleep})
+        # Whether now every engine that can sleep does.
         sleepers = [key for key, engine in self.engines.items() if engine.capabilities.sleeps]
         newest.is_resting = all(newest[sleeper].memory is None for sleeper in sleepers)
         self.pool.update(newest)
@@ -410,7 +413,7 @@ class PooledEngine(BackgroundEngine):
         """Make the engine of one model in a pool.
 
         Args:
-            name: the setting that describes the engine.
+            name: name of the setting that describes the engine, such as `engine`.
             events: events from the start of one host's engine, which `take_events` returns once.
         """
         super().__init__(version)
@@ -440,8 +443,8 @@ class PooledEngine(BackgroundEngine):
     def _chunk_request(self, chunk: Sequence[Request]) -> PeerRequest:
         """Return the request to a host for the responses of a chunk.
 
-        The message has each `Sampling` once, and for each response what `_generate` makes its `Request` of, with the
-        index of its `Sampling`.
+        The message has a list of the different `Sampling`s of the chunk, and for each response the fields of its
+        `Request`, in the order in which `_generate` unpacks them: of the `Sampling`, only the index in that list.
         """
         samplings = list({id(request.sampling): request.sampling for request in chunk}.values())
         indices = {id(sampling): index for index, sampling in enumerate(samplings)}
@@ -468,6 +471,7 @@ class PooledEngine(BackgroundEngine):
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}
+        # A request for each chunk of rollouts; errors name a request by the uid of its first rollout.
         requests = [
             (chunk[0].uid, PeerRequest(message | {"rollouts": list(chunk)}, itemgetter("log_probs")))
             for chunk in _chunks(rollouts, self._pool.chunk)
@@ -478,7 +482,7 @@ class PooledEngine(BackgroundEngine):
         """Replace all weights as `Engine.update_weights` says; return the digest of the weights that a host read.
 
         The call returns once all hosts in reach, at least one, hold the new weights. A host out of reach gets them
-        before its next chunk.
+        before it gets another chunk of requests.
         """
         self._check_idle()
         digest = self._pool.replace(self._name, list(named_tensors), version, self.capabilities.coded_weights)

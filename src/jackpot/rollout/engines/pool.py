@@ -134,7 +134,7 @@ class _Work:
 
 
 class Pool(Generic[AnyPeer]):
-    """A pool of peers, which gives each request exactly one result, while peers are lost and come back."""
+    """A pool of peers, which gives each request exactly one result even if peers are lost and come back."""
 
     def __init__(
         self, limits: PoolLimits, newest: Any, thread_name: str, events: Iterable[dict[str, Any]] = ()
@@ -283,7 +283,7 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     def _watch(self, futures: Sequence[Future]) -> None:
-        """Store the futures that `results` waits for; a failure of the pool, past or future, ends them all."""
+        """Store the futures that `results` waits for; if the pool fails or has failed, all of them get the error."""
         self._futures = set(futures)
         if self.failure is not None:
             self._fail(self.failure)

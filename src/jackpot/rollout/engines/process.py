@@ -100,9 +100,9 @@ class ProcessLink(Link):
         try:
             while True:
                 async with asyncio.timeout(self.silence):
-                    frame, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
+                    number, size = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
                     data = await self._reader.readexactly(size)
-                    if size and frame == self._newest:  # else a sign of life, or an answer that has come before
+                    if size and number == self._newest:  # else a sign of life, or an answer that has come before
                         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
         except TimeoutError:
@@ -122,7 +122,7 @@ class ProcessLink(Link):
             self.child = None
 
     async def _send(self, message: Tensor) -> None:
-        """Send a message as the frame with the newest number; raise PeerLost if the process does not take it."""
+        """Send a message in a frame numbered `_newest`; raise PeerLost if the process does not take it in time."""
         assert self._writer is not None  # `open` comes first
         try:
             self._writer.write(_HEAD.pack(self._newest, len(message)))
@@ -156,25 +156,25 @@ def serve(connection: socket.socket, make: Callable[[Any], Mapping[str, Engine]]
     newest = -1  # number of the newest frame that was received
 
     def send(message: Tensor | None) -> None:
-        """Send the answer to the newest frame, or a sign of life for None."""
+        """Send the answer to the newest frame received; for None, an empty frame instead, as a sign of life."""
         data = b"" if message is None else message.numpy().data
         stream.write(_HEAD.pack(newest, len(data)))
         stream.write(data)
         stream.flush()
 
     def receive() -> Tensor:
-        """Wait for a frame that is newer than all before, and return its message; raise EOFError at the end."""
+        """Wait for a frame with a number above all before, and return its message; raise EOFError if none can come."""
         nonlocal newest
         while True:
             try:
-                frame, size = _HEAD.unpack(stream.read(_HEAD.size))
+                number, size = _HEAD.unpack(stream.read(_HEAD.size))
                 data = bytearray(size)
-            except (struct.error, MemoryError, OverflowError):  # the other side has ended, or this is no length
+            except (struct.error, MemoryError, OverflowError):  # the other process has ended, or `size` is damaged
                 raise EOFError from None
             if stream.readinto(data) < size:
                 raise EOFError
-            if frame > newest:
-                newest = frame
+            if number > newest:
+                newest = number
                 return torch.frombuffer(data, dtype=torch.uint8)
 
     with suppress(EOFError, ConnectionError):

@@ -66,7 +66,7 @@ class ServerEngine(BackgroundEngine):
         every_parameter = model.named_parameters(remove_duplicate=False)
         sent_names = {name: name_by_id[id(parameter)] for name, parameter in every_parameter}
         self._shapes = {name: parameter.shape for name, parameter in named.items()}
-        weight_format = self._expect(model, frozenset(sent_names))
+        weight_format = self._expect(model, frozenset(sent_names))  # stores what servers of this model must report
 
         self._id = f"jackpot-{secrets.token_hex(6)}"  # unique name of this engine
         aliases = {alias: name for alias, name in sent_names.items() if alias != name}
@@ -93,7 +93,7 @@ class ServerEngine(BackgroundEngine):
     # Methods that differ between vLLM and SGLang
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
-        """Store the facts that servers of this model must report; return the format in which they get weights.
+        """Store the facts that servers of this model must report; return the format in which the servers get weights.
 
         Args:
             parameters: names of the model's parameters, tied ones under each of their names.

@@ -202,7 +202,7 @@ def check_success(body: Any) -> None:
 
 
 def _error_message(data: bytes) -> str:
-    """Return the message in the body of an error, or the start of the body."""
+    """Return the error message in the body of an HTTP response, or the start of the body if there is none."""
     try:
         body = json.loads(data)
         error = body["error"] if "error" in body else body["message"]

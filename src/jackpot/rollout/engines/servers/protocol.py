@@ -91,6 +91,7 @@ def checked_rollout(
     token_ids = [token for (token, _), *_ in rows]
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
 
+    # Token ids and log-probs [T, 1 + K], from the (token, log-prob) pairs of all positions.
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
     pairs = list(chain.from_iterable(rows))
     ids = np.array([token for token, _ in pairs], dtype=np.int64).reshape(shape)
@@ -141,7 +142,7 @@ def check_answer(finish_reason: str, received: Sequence[int], prompt: Sequence[i
 def _check_end(
     finish_reason: str, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], uid: str, advice: str
 ) -> None:
-    """Raise EngineError for a response that ended at no stop token and before its limit."""
+    """Raise EngineError for a response that ended neither at a stop token nor at its largest length, `max_tokens`."""
     if (finish_reason == "length" and len(token_ids) != max_tokens) or not 0 < len(token_ids) <= max_tokens:
         raise EngineError(f"the server ended {uid} after {len(token_ids)} tokens of {max_tokens}: {advice}")
     if finish_reason == "stop" and token_ids[-1] not in stop_token_ids:
@@ -174,7 +175,7 @@ def log_prob_row(
 
 
 def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
-    """Return a limit for the JSON of a response, in bytes, with room for other server versions' longer JSON.
+    """Return the most bytes that the JSON of a response may have, with room for the JSON of other server versions.
 
     Args:
         num_prompt, num_response: numbers of tokens.
@@ -184,14 +185,14 @@ def answer_bytes(num_prompt: int, num_response: int, num_top: int) -> int:
 
 
 def checked_token_id(value: Any) -> int:
-    """Return a token id of a server's JSON; raise TypeError for anything else."""
+    """Return `value`, from a server's JSON, if it is a token id; raise TypeError for anything but an int."""
     if type(value) is not int:
         raise TypeError(f"the token id {value!r} is no integer")
     return value
 
 
 def checked_log_prob(value: Any, minus_infinity: float) -> float:
-    """Return a log-prob of a server's JSON, NaN too; raise TypeError for anything else.
+    """Return `value`, from a server's JSON, as a log-prob, perhaps NaN; raise TypeError for anything but a number.
 
     Args:
         minus_infinity: this log-prob and smaller ones stand for minus infinity, which JSON has not.

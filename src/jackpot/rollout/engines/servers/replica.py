@@ -113,7 +113,7 @@ class Replica(Peer):
     async def _load(self, weights: SavedWeights) -> None:
         """Replace the server's weights, drop cached keys and values, and tell the server the name of the weights.
 
-        Sets `_last_check` as soon as `check_loaded` finds that the server holds the weights.
+        Stores the weights and the server's checksums in `_last_check` as soon as `check_loaded` accepts them.
         """
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Replica(Peer):
         self._sent_weights, self._was_updated = weights, True
 
     async def run(self, request: PeerRequest) -> Any:
-        """Return the parsed answer to a request as `Peer.run` says, once the server confirms that it has `weights`."""
+        """Return the parsed answer to a request as `Peer.run` says, once the server confirms its weights."""
         assert self.weights is not None  # a peer without them is given no request
         answer = await self._ask(request)
         await self._confirm(self.weights)

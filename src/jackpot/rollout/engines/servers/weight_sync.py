@@ -39,7 +39,7 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedWeights:
-    """A file with one set of weights."""
+    """A file that holds the weights of a model, for servers to read."""
 
     version: str  # name of the weights, as servers report it (`HTTPClient.weight_version`)
     folder: Path  # folder of the file
@@ -174,7 +174,7 @@ def check_loaded(
         if without_rank(key) in new.checksums and checksum != _PACKED
     }
     equal: set[str] = set()  # keys of parameters that are byte for byte those of the file
-    if comparable:  # servers may cut a checksum to its first 8 bytes
+    if comparable:  # servers may cut a checksum to its first 8 bytes, which are 16 hex digits
         equal = {key for key, checksum in expected.items() if len(after[key]) >= 16 and checksum.startswith(after[key])}
 
     stale = []  # parameters that have not changed on the server, and have changed in the file
