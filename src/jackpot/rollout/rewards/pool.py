@@ -166,13 +166,17 @@ class RewardWorkerPool:
         ended_twice = RewardResult(
             0.0, "crash", text="its process ended twice, the second time while it was called alone"
         )
+        # A result is None where the call ended its process.
         return [
             result or self._tried([item], is_fresh=True)[0] or ended_twice
             for item, result in zip(items, self._tried(items, is_fresh=False), strict=True)
         ]
 
     def _tried(self, items: Sequence[Item], is_fresh: bool) -> list[RewardResult | None]:
-        """Call the function for items in one process; return None for items whose result the process did not give."""
+        """Call the function for items in one process, a new one if `is_fresh`.
+
+        Return None for items whose result the process did not give.
+        """
         # Take an idle worker, or start one where none is idle.
         try:
             worker = self._started() if is_fresh else self._idle.pop()
@@ -208,7 +212,7 @@ class RewardWorkerPool:
     def _started(self) -> "_Worker":
         """Start a process, and wait until it has imported the function; raise as `wait_until_ready` does."""
         with self._lock:
-            if not self._close.alive:
+            if not self._close.alive:  # `close` was called
                 raise TrainingError("the reward workers were closed and can score nothing more; make another task")
             worker = _Worker(self._limits.environment)
             self._workers.add(worker)

@@ -122,12 +122,12 @@ class GraphCapture:
         Args:
             events: list to which events about captures are added.
         """
-        self._captures = device_type == "cuda"
+        self._captures = device_type == "cuda"  # False also after a failure
         self._events = events
         events.append(decoding_event("static", self._captures))
 
     def __call__(self, step: Step) -> Step:
-        """Return a function that repeats `step`, with all reads and writes at the same addresses.
+        """Return a function that repeats `step`, reading and writing at the same addresses; without a graph, `step`.
 
         Args:
             step: step of decoding, which has run once before.
@@ -144,7 +144,7 @@ class GraphCapture:
 
         except RuntimeError as error:
             if pool is not None:
-                with suppress(RuntimeError):  # nothing else ends its use before torch 2.12 (pytorch/pytorch#180395)
+                with suppress(RuntimeError):  # only this frees the pool before torch 2.12 (pytorch/pytorch#180395)
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportPrivateUsage]
             self._captures = False
             self._events.append(decoding_event("static", cuda_graphs=False, obstacle=str(error).split("\n")[0]))
@@ -183,11 +183,11 @@ class StaticBatch(DecodingBatch):
         if not self._num_generated:
             return super().step()
 
-        num_rows, unfinished = len(self._last_tokens), len(self._rows)
+        num_rows, num_unfinished = len(self._last_tokens), len(self._rows)  # finished rows stay until `_move`
         if not self._is_started:
             self._start()
         # Get more room if the cache is full, or drop finished rows where at least half of the rows have finished.
-        elif self._length == self._room or (num_rows > _FEW_ROWS and num_rows >= 2 * unfinished):
+        elif self._length == self._room or (num_rows > _FEW_ROWS and num_rows >= 2 * num_unfinished):
             self._move()
 
         longest = int(self._limits[self._rows].max()) - self._num_generated
@@ -205,7 +205,7 @@ class StaticBatch(DecodingBatch):
         rows, finished = self._rows, []
         self._check_finite(records[:, self._slots])
 
-        # `_take` drops the slots of the rows that finish.
+        # `_slots` has the row of each unfinished request; `_take` drops those that finish.
         try:
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []
@@ -251,7 +251,8 @@ class StaticBatch(DecodingBatch):
         self._slots = torch.arange(len(order))
 
         size = 2 + 2 * self._settings.num_top_log_probs
-        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)  # the newest draws
+        # Packed draws of the newest steps
+        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)
 
     def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
         """Return the rows `order` of keys or values, [N, heads, S, D], in new memory for `room` columns."""
