@@ -183,6 +183,7 @@ class RewardWorkerPool:
         except IndexError:
             worker = self._started()
 
+        # An async worker limits each call itself, and has a little longer to report which of them took too long.
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
         is_worn = True  # True: the process ends now, and is not used for another job
@@ -260,7 +261,7 @@ class _Worker:
         """Start the process; `environment` as in `CallLimits`."""
         self._socket, worker_end = socket.socketpair()
         self._lines = self._socket.makefile("rb")
-        path = json.dumps([*filter(None, sys.path), os.getcwd()])
+        path = json.dumps([*filter(None, sys.path), os.getcwd()])  # folders from which the process imports
 
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
         with worker_end:  # closed here once the process has it
@@ -308,6 +309,7 @@ class _Worker:
             TimeoutError: no message came in time.
             EOFError: the process ended, or sent a line that is no message of the job.
         """
+        # Wait a moment even after `until`, so that a message that came in time is read.
         self._socket.settimeout(max(_ARRIVED, until - time.monotonic()))
         line = self._lines.readline(_MAX_LINE_BYTES)
         try:

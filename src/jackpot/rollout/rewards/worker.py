@@ -137,7 +137,7 @@ class _Caller:
         self.is_worn = False  # True once an allocation failed or the process grew too large: it is to be replaced
 
     async def do(self, items: Sequence[Mapping[str, Any]], job: str) -> None:
-        """Call the function for all items of a job; a failed call is an error of its item or its whole batch."""
+        """Call the function for all items of a job; a failed call gives its item, or its batch, an error."""
         self._job = job
         if self._takes_batches:
             await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))

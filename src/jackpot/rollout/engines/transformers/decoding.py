@@ -191,7 +191,7 @@ class DecodingBatch:
 
         self._runner = ModelRunner(model, prompts, max(limits))
         keys = key_tensor([fold_in("token", request.seed) for request in requests])
-        self._keys = upload(keys, model.device)  # [N]
+        self._keys = upload(keys, model.device)  # [N], random key of each row
         self._num_generated = 0  # tokens generated in every unfinished row
 
         # [R, tokens, 2 + 2K], the draw of every token of R requests, on the CPU, as `pack_draw` lays it out: the token,

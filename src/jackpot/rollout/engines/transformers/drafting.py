@@ -82,9 +82,9 @@ class RaggedRunner:
 class DraftedBatch(DecodingBatch):
     """A `DecodingBatch` whose steps generate several tokens of a row, with drafts, from the second token on.
 
-    Three separate uniforms, hashed from the seed and t, draw the draft of token t, decide on its acceptance, and draw
-    the token in place of a rejected draft. How many tokens a row drafts depends on that row alone, so a response does
-    not depend on its batch.
+    Three separate uniforms, hashed from the request's seed and the index t, draw the draft of token t, decide on its
+    acceptance, and draw the token in place of a rejected draft. How many tokens a row drafts depends on that row alone,
+    so a response does not depend on its batch.
     """
 
     def __init__(self, *arguments: Any, draft: PreTrainedModel, settings: DraftConfig, counts: DraftCounts) -> None:

@@ -96,7 +96,7 @@ def masked_forward(
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
-    """Return whether `StaticBatch` can decode a model: all layers keep plain keys and attend by `grouped_attention`."""
+    """Return whether `StaticBatch` can decode a model: its layers cache single tokens and use `grouped_attention`."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
@@ -114,7 +114,10 @@ def decoding_event(
 
 
 class GraphCapture:
-    """A function that captures steps as CUDA graphs; it returns them as they are without a GPU or after a failure."""
+    """A function that captures a decoding step as a CUDA graph, which replays it.
+
+    Without a GPU, or after a failure, the function returns the step itself.
+    """
 
     def __init__(self, device_type: str, events: list[dict[str, Any]]) -> None:
         """Prepare captures on a device.
@@ -167,7 +170,7 @@ class StaticKVLayer(RaggedKVLayer):
 
 
 class StaticBatch(DecodingBatch):
-    """A `DecodingBatch` of fixed shapes; after each row's first token, `step` generates up to `STEPS` tokens a call."""
+    """A `DecodingBatch` of fixed shapes; each `step` but the first generates up to `STEPS` tokens of every row."""
 
     def __init__(self, *arguments: Any, capture: GraphCapture) -> None:
         """Make a batch from the arguments of a `DecodingBatch`; `decodes_statically` must hold for the model."""
@@ -227,7 +230,7 @@ class StaticBatch(DecodingBatch):
         self._cache, self._max_length = cache, runner.max_length
         self._prompt_length = runner.length  # columns of the prompts
         self._length, self._room = runner.length, runner.length  # columns that are written, and all columns
-        self._padding = runner.length - runner.positions  # [N]
+        self._padding = runner.length - runner.positions  # [N], columns of padding before each row's prompt
         self._column = torch.full_like(runner.positions[:1], runner.length)  # the next column of the cache
         self._slots = torch.arange(len(self._rows))  # [n], on the CPU: row of each unfinished request
         self._is_started = True
@@ -237,7 +240,7 @@ class StaticBatch(DecodingBatch):
     def _move(self) -> None:
         """Move the unfinished rows to new memory, with room for more tokens where the cache is full."""
         device, room = self._column.device, self._room
-        order = upload(self._slots, device)
+        order = upload(self._slots, device)  # the unfinished rows
         if self._length == room:
             room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in pieces of 16
 

@@ -159,6 +159,7 @@ def units_agree(answer: str, reference: str) -> bool:
     """
     if answer == _K:
         return reference in (_K, "kelvin")
+    # No unit on one side, equal units, a label, or kelvin where the reference has `K`
     return answer in ("", reference) or reference in ("", LABEL) or (answer, reference) == ("kelvin", _K)
 
 
