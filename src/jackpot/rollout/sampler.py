@@ -389,6 +389,7 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
         return ["rollout_model" if share else "policy"] * len(prompts)
 
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
+    # A uniform number in [0, 1) of this iteration
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
     # `remaining` is how many responses to each prompt the rollout model has yet to generate. At first it is all of them

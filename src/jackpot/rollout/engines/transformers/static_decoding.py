@@ -74,8 +74,8 @@ def layer_masks(
 
     by_window: dict[int | None, Tensor] = {}
     for window in set(windows):
-        far = hidden if window is None else hidden | (positions <= last - window)  # hidden, also by the window
-        mask = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)
+        is_hidden = hidden if window is None else hidden | (positions <= last - window)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device).masked_fill_(is_hidden, -torch.inf)
         by_window[window] = mask[:, None]
     return [by_window[window] for window in windows]
 
@@ -193,8 +193,9 @@ class StaticBatch(DecodingBatch):
         elif self._length == self._room or (num_rows > _FEW_ROWS and num_rows >= 2 * num_unfinished):
             self._move()
 
-        longest = int(self._limits[self._rows].max()) - self._num_generated
+        longest = int(self._limits[self._rows].max()) - self._num_generated  # most tokens that a row still needs
         count = min(STEPS, longest, self._room - self._length)
+        # The first step on new memory runs as it is and is then captured as `_run`, which repeats it.
         with threads_for(len(self._last_tokens) * self._model.num_parameters()):
             for _ in range(count):
                 if self._run is None:

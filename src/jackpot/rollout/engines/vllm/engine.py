@@ -341,7 +341,8 @@ class VLLMEngine(ThreadEngine):
     def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of the tensors as they were sent, codes and scales included, before any quantization here.
+        The digest is that of codes and scales where these are sent, and else of the weights in the engine's dtype,
+        before any quantization here.
         """
         # Wake up in two parts, so that memory for the cache is taken only after the weights are loaded.
         if self._is_asleep:
