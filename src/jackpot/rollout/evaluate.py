@@ -103,7 +103,7 @@ class Evaluation:
         return metrics | {"tokens": self.mean_tokens, "truncated": self.truncated}
 
     def set_metrics(self) -> dict[str, float]:
-        """Return metrics of a benchmark, logged as `eval/NAME/...`, with the reward for mean@k if not `has_verdict`."""
+        """Return metrics of a benchmark, logged as `eval/NAME/...`; if not `has_verdict`, reward in place of mean@k."""
         if self.has_verdict:
             metrics = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr}
             metrics["pass_at_k"] = self.pass_at_k
@@ -130,8 +130,8 @@ def eval_request(prompt: Prompt, sample: int, sampling: Sampling, seed: int, nam
     Drafts are accepted exactly (as at `draft.lam` 1), because an evaluation measures the model, and not what relaxed
     drafts make of its distribution.
     """
-    # Seed and uid of sample 0 of a held-out problem come from the problem alone, so the response stays the same where
-    # more samples or more evaluation sets are asked for.
+    # Seed and uid of sample 0 of a held-out problem (in `OWN_SET`) come from the problem alone, so the response stays
+    # the same where more samples or more evaluation sets are asked for.
     own_key = (prompt.uid, sample) if sample else (prompt.uid,)
     key = own_key if name == OWN_SET else (name, prompt.uid, sample)
     return Request(

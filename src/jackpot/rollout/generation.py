@@ -40,7 +40,7 @@ class GenerationBatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the batch as plain values and one tensor per token column, without objects that need pickle."""
         prompts = {rollout.prompt.uid: rollout.prompt for rollout in self.generated}
-        # What `from_state` reads in the same order; all else of a rollout is in the token columns.
+        # A tuple for each rollout, whose fields `from_state` reads in the same order; all else is in the token columns.
         rollouts = [
             (rollout.uid, rollout.prompt.uid, rollout.finish, rollout.sampled_by, len(rollout.token_ids))
             for rollout in self.generated
@@ -51,6 +51,7 @@ class GenerationBatch:
             "rollouts": rollouts,
             "columns": {name: _joined(self.generated, name) for name in TOKEN_COLUMNS},
             "discarded": dict(self.discarded),
+            # `scores` gives a tuple for each member: its uid and its score.
             "groups": [(group.has_equal_rewards, group.scores()) for group in self.groups],
             "metrics": dict(self.metrics),
         }
@@ -61,10 +62,11 @@ class GenerationBatch:
         prompts = [Prompt(**_named(Prompt, values)) for values in state["prompts"]]
         prompt_of = {prompt.uid: prompt for prompt in prompts}
 
+        # Cut each token column, which holds the tokens of all rollouts, into a piece for each rollout.
         lengths = [length for *_, length in state["rollouts"]]
         columns = {name: column.split(lengths) for name, column in state["columns"].items()}
 
-        # Each rollout has one of the tuples, and its own tokens of every column.
+        # Each rollout has a tuple, as `state_dict` made it, and a piece of every column.
         rollouts: dict[str, Rollout] = {}
         for (uid, prompt_uid, finish, sampled_by, _), *values in zip(state["rollouts"], *columns.values(), strict=True):
             rollouts[uid] = Rollout(

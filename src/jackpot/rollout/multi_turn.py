@@ -83,7 +83,7 @@ def _as_completed(engine: Engine, pending: dict[str, "_Episode"]) -> Iterator[Ro
 
 
 def _next_turns(engine: Engine, pending: Collection[str]) -> list[Rollout]:
-    """Wait until a turn with one of the uids `pending` is finished, and return a list of this turn alone."""
+    """Wait until a turn with one of the uids `pending` is finished; return a list whose only item is this turn."""
     turns = engine.collect(1, uids=pending)
     if not turns:
         raise EngineError(f"the engine has nothing left to return; missing: {', '.join(sorted(pending)[:5])}")

@@ -79,13 +79,13 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
     if problems == 1:
         return Interval(mean, None, None)
 
-    # The bounds are the roots m of (m - mean)^2 = t^2 m (1 - m) / N, where `effective` is N and `t2` is t^2. Both are
-    # (`middle` -+ `half`) / (1 + t^2 / N).
+    # The bounds are the roots m of (m - mean)^2 = t^2 m (1 - m) / N, where `effective` is N, `t2` is t^2 and `largest`
+    # is mean (1 - mean). Both bounds are (`middle` -+ `half`) / (1 + t^2 / N).
     largest, t2 = mean * (1.0 - mean), student_t(problems - 1) ** 2
     effective = largest / standard_error(values) ** 2 if largest > 0.0 else problems
     middle = mean + t2 / (2.0 * effective)
     half = sqrt(t2 * (max(largest, 0.0) / effective + t2 / (4.0 * effective**2)))
-    low, high = ((middle + side) / (1.0 + t2 / effective) for side in (-half, half))
+    low, high = ((middle + offset) / (1.0 + t2 / effective) for offset in (-half, half))
     return Interval(mean, min(mean, max(0.0, low)), max(mean, min(1.0, high)))
 
 
@@ -135,7 +135,8 @@ def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
     problems, samples = outcomes.rewards.shape
     if not samples:
         raise DataError("there are no answers, so there is nothing to take a mean of")
-    correct, tokens = None if outcomes.correct is None else outcomes.correct.sum(axis=1), outcomes.tokens
+    # [P], number of correct responses to each problem
+    correct = None if outcomes.correct is None else outcomes.correct.sum(axis=1)
 
     return EvaluationSummary(
         problems=problems,
@@ -147,6 +148,6 @@ def summarize(outcomes: ResponseOutcomes) -> EvaluationSummary:
         aborted=float((outcomes.finishes == "aborted").mean()),
         reward_timeouts=float((outcomes.reward_errors == "timeout").mean()),
         reward_crashes=float(np.isin(outcomes.reward_errors, ("crash", "invalid")).mean()),
-        tokens=float(tokens.mean()),
-        tokens_total=int(tokens.sum()),
+        tokens=float(outcomes.tokens.mean()),
+        tokens_total=int(outcomes.tokens.sum()),
     )

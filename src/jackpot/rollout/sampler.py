@@ -66,9 +66,9 @@ class Sampler:
         prompts: source of training prompts.
         clock: times `rollout` (waiting for the engine) and `score` (scoring responses).
         event: called with (iteration, event) for every rollout that is discarded or cannot be scored.
-        check: called with (iteration, rollouts) once the rollout batch of an iteration is complete. `rollouts` come
-            from the first generation batch that has a usable response: all with tokens and finite log-probs, aborted
-            ones too. The engines still hold the weights that generated these rollouts.
+        check: called with (iteration, rollouts) once the rollout batch of an iteration is complete. `rollouts` are
+            those with tokens and finite log-probs, aborted ones too, of the first generation batch that has a usable
+            response. The engines still hold the weights that generated these rollouts.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Sampler:
         self._task, self._tokenizer = task, tokenizer
         self._prompts, self._clock = prompts, clock
         self._event, self._check = event, check
-        self._reserve = batches_in_reserve(config.batch.ahead)
+        self._reserve = batches_in_reserve(config.batch.ahead)  # most batches under way when engines take weights
         # Rollout batches that were begun and not yet trained on, by ascending iteration: first those that are complete,
         # as lists of generation batches, then those whose first generation batch is pending.
         self._under_way: dict[int, list[GenerationBatch] | _PendingBatch] = {}
@@ -137,7 +137,7 @@ class Sampler:
         missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
         # The engines hold the newest weights if `takes_weights` was True after the last steps: at most `_reserve`
-        # batches were under way then. `next_batch` has since removed one, if there was any: fewer than that are left.
+        # batches were under way then. `next_batch` has since removed one, if any, so fewer than `_reserve` are left.
         engines_have_newest_weights = len(self._under_way) < self._reserve
         if missing_iterations and engines_have_newest_weights:
             self._under_way |= {later: self._submit(later) for later in missing_iterations}
@@ -152,8 +152,8 @@ class Sampler:
     def takes_weights(self) -> bool:
         """Return whether the engines should take new weights once they have generated everything they were given.
 
-        They should if at most `batches_in_reserve` batches are under way: then the next batches begin, and need the
-        newest weights, as soon as the trainer takes one of these.
+        They should if no more batches are under way than the number that `batches_in_reserve` returns. As soon as the
+        trainer takes one of these batches, the next ones begin, which need the newest weights.
         """
         return len(self._under_way) <= self._reserve
 
@@ -180,7 +180,7 @@ class Sampler:
         self._under_way = {iteration: list(map(GenerationBatch.from_state, batches)) for iteration, batches in ahead}
 
     def _complete(self, iteration: int, under_way: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
-        """Return the generation batches of an iteration once they are complete; call `check` unless that was done."""
+        """Return the generation batches of an iteration once they are complete; if they were pending, call `check`."""
         if not isinstance(under_way, _PendingBatch):
             return under_way
 
@@ -313,12 +313,12 @@ class Sampler:
         # Engines report metrics only where a draft model proposes tokens. What that model computes then counts as a
         # part of the policy's cost.
         metrics_of_batches = [{name: Mean.number(value) for name, value in batch.metrics.items()} for batch in batches]
-        drafts = add_sums(*metrics_of_batches)
+        draft_metrics = add_sums(*metrics_of_batches)
         costs = dict(self._costs)
-        if drafts:
-            costs["policy"] = _drafted_cost(self._costs, drafts)
+        if draft_metrics:
+            costs["policy"] = _drafted_cost(self._costs, draft_metrics)
 
-        sums = drafts | _rollout_sums(generated, list(reasons_by_uid.values()), groups, costs)
+        sums = draft_metrics | _rollout_sums(generated, list(reasons_by_uid.values()), groups, costs)
         if not self._config.is_mixed:
             return sums
 
@@ -389,6 +389,7 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
         return ["rollout_model" if share else "policy"] * len(prompts)
 
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
+    # A uniform number in [0, 1) of this iteration
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
     # `remaining` is how many responses to each prompt the rollout model has yet to generate. At first it is all of them

@@ -166,19 +166,24 @@ class RewardWorkerPool:
         ended_twice = RewardResult(
             0.0, "crash", text="its process ended twice, the second time while it was called alone"
         )
+        # A result is None where the call ended its process.
         return [
             result or self._tried([item], is_fresh=True)[0] or ended_twice
             for item, result in zip(items, self._tried(items, is_fresh=False), strict=True)
         ]
 
     def _tried(self, items: Sequence[Item], is_fresh: bool) -> list[RewardResult | None]:
-        """Call the function for items in one process; return None for items whose result the process did not give."""
+        """Call the function for items in one process, a new one if `is_fresh`.
+
+        Return None for items whose result the process did not give.
+        """
         # Take an idle worker, or start one where none is idle.
         try:
             worker = self._started() if is_fresh else self._idle.pop()
         except IndexError:
             worker = self._started()
 
+        # An async worker limits each call itself, and has a little longer to report which of them took too long.
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
         is_worn = True  # True: the process ends now, and is not used for another job
@@ -208,7 +213,7 @@ class RewardWorkerPool:
     def _started(self) -> "_Worker":
         """Start a process, and wait until it has imported the function; raise as `wait_until_ready` does."""
         with self._lock:
-            if not self._close.alive:
+            if not self._close.alive:  # `close` was called
                 raise TrainingError("the reward workers were closed and can score nothing more; make another task")
             worker = _Worker(self._limits.environment)
             self._workers.add(worker)
@@ -256,7 +261,7 @@ class _Worker:
         """Start the process; `environment` as in `CallLimits`."""
         self._socket, worker_end = socket.socketpair()
         self._lines = self._socket.makefile("rb")
-        path = json.dumps([*filter(None, sys.path), os.getcwd()])
+        path = json.dumps([*filter(None, sys.path), os.getcwd()])  # folders from which the process imports
 
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
         with worker_end:  # closed here once the process has it
@@ -304,6 +309,7 @@ class _Worker:
             TimeoutError: no message came in time.
             EOFError: the process ended, or sent a line that is no message of the job.
         """
+        # Wait a moment even after `until`, so that a message that came in time is read.
         self._socket.settimeout(max(_ARRIVED, until - time.monotonic()))
         line = self._lines.readline(_MAX_LINE_BYTES)
         try:

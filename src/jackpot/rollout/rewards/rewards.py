@@ -128,7 +128,8 @@ class RewardFn:
 
         def wait() -> list[Score]:
             """Wait for the verifier and the reward functions, and return the scores."""
-            # Results of the verifier by pair: those decided without algebra, and then those of the worker processes.
+            # The verifier's result for each pair of answer and reference: first those found without algebra, where None
+            # counts as wrong, and then, in place of None, those of the worker processes.
             verified = {
                 pair: RewardResult(value=float(is_equal or False), error=None) for pair, is_equal in equal.items()
             }
@@ -168,8 +169,8 @@ class RewardFn:
             verified: the verifier's result.
             returned: by name, the result of each reward function.
         """
-        is_right, names = verified.value == 1.0, self._used(verdict)
-        values = {name: reward(response, is_right) for name, reward in BUILT_IN.items() if name in names}
+        is_right, needed = verified.value == 1.0, self._used(verdict)  # `needed`: names of the rewards of this score
+        values = {name: reward(response, is_right) for name, reward in BUILT_IN.items() if name in needed}
         values |= {name: result.value for name, result in returned.items()}
         values[REWARD] = sum(reward.weight * values[reward.name] for reward in self._rewards)
 

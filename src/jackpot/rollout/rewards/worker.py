@@ -102,7 +102,8 @@ def _set_limits() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lower_limit(resource.RLIMIT_NOFILE, MOST_FILES)
     lower_limit(resource.RLIMIT_FSIZE, LARGEST_FILE)
-    # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added.
+    # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added: their
+    # number stands after the slash in the fourth field of /proc/loadavg, as in `0.52 0.58 0.59 2/1034 9142`.
     if _LOAD.exists():
         lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
 
@@ -132,11 +133,11 @@ class _Caller:
         self._name, self._function = name, function
         self._timeout, self._send = timeout, send
         self._takes_batches = takes_batches(function)
-        self._is_shown = False  # True once the traceback of a failure was printed
+        self._has_printed = False  # True once the traceback of a failure was printed
         self.is_worn = False  # True once an allocation failed or the process grew too large: it is to be replaced
 
     async def do(self, items: Sequence[Mapping[str, Any]], job: str) -> None:
-        """Call the function for all items of a job; a failed call is an error of its item or its whole batch."""
+        """Call the function for all items of a job; a failed call gives its item, or its batch, an error."""
         self._job = job
         if self._takes_batches:
             await self._call({PLURALS[key]: [item[key] for item in items] for key in items[0]}, range(len(items)))
@@ -170,13 +171,14 @@ class _Caller:
     def _failure(self, error: Exception) -> dict[str, Any]:
         """Return the result of a call that failed; print the traceback of the first failure in this process."""
         self.is_worn = self.is_worn or isinstance(error, MemoryError)
-        if not self._is_shown:
-            self._is_shown = True
+        if not self._has_printed:
+            self._has_printed = True
             traceback.print_exception(error)
         reasons = {TimeoutError: "timeout", InvalidReward: "invalid"}
         reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "crash")
 
-        # One line with type and message of the error, and the last line of the function's file that the error passed.
+        # Describe the error in one line: its type, its message, and the last line that it passed in the file of the
+        # reward function (`self._name` is `package.module:function`).
         text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
         if text == "TimeoutError":  # raised by `asyncio.wait_for`, without a message
             text = f"took longer than {self._timeout:g} s"

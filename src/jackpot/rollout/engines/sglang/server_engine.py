@@ -61,8 +61,8 @@ class SGLangReplica(Replica):
             refusal = self._refusal(settings)
             info = ServerInfo(
                 device=str(settings["device"]),
-                # SGLang's limit for prompts, which must be shorter. Prompt and response together could have four tokens
-                # more, which are not used.
+                # SGLang's limit for prompts, which must be shorter than this. Prompt and response together could be
+                # four tokens longer than this, which is not used.
                 max_model_len=int(settings["max_req_input_len"]),
                 num_top_log_probs=self._vocab_size,
             )

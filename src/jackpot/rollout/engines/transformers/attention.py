@@ -86,7 +86,7 @@ def with_rounded_kv(attend: Attention, rounding: Callable[[Tensor], Tensor]) -> 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Round the keys and values of the new tokens in place, and compute attention with `attend`."""
+        """Round new tokens' keys and values in place, and call the attention function given to `with_rounded_kv`."""
         for states in (key, value):
             new = states[:, :, -query.shape[2] :]
             new.copy_(rounding(new))

@@ -69,12 +69,12 @@ class ModelRunner:
     def prefill(self) -> Tensor:
         """Run the model on the prompts, before any step; return the hidden states that predict first tokens, [R, H]."""
         # Read each different prompt once, and give every row a copy of the cache of its prompt.
-        unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
+        unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}  # U prompts
         device = self._model.device
 
-        ids, mask = pad_tokens(list(unique), "left", device)  # [U, P]
+        ids, mask = pad_tokens(list(unique), "left", device)  # [U, longest prompt]
         hidden = self._forward(ids, mask, position_ids(mask))[:, -1]
-        index = upload(torch.tensor([unique[prompt] for prompt in self._prompts]), device)
+        index = upload(torch.tensor([unique[prompt] for prompt in self._prompts]), device)  # [R], row's unique prompt
         reorder_rows(self.cache, index)
 
         self.length = ids.shape[1]  # cached tokens of a row, padding included
@@ -82,7 +82,7 @@ class ModelRunner:
         self._is_token = torch.ones(len(index), self.max_length, dtype=torch.bool, device=device)  # False: padding
         self._is_token[:, : self.length] = mask[index]
         self._is_padded = not mask.all()
-        self._bias = self._additive_mask() if self._is_padded else None
+        self._padding_mask = self._additive_mask() if self._is_padded else None
         return hidden[index]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class ModelRunner:
         """
         reorder_rows(self.cache, order)
         self.positions, self._is_token = self.positions[order], self._is_token[order]
-        self._bias = None if self._bias is None else self._bias[order]
+        self._padding_mask = None if self._padding_mask is None else self._padding_mask[order]
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         """Run the model on new tokens [N, T], and append them to the cache; return hidden states [N, T, H]."""
@@ -119,11 +119,11 @@ class ModelRunner:
         if not self._is_padded:
             return None
 
-        # The additive mask hides padding alone. It does not serve once a sliding window hides tokens too.
+        # `_padding_mask`, [N, 1, 1, S], hides padding alone. It does not serve once a sliding window hides tokens too.
         window = self.cache.sliding_window
-        if self._bias is None or (window is not None and self.length > window):
+        if self._padding_mask is None or (window is not None and self.length > window):
             return self._is_token[:, : self.length]
-        return self._bias[..., : self.length]
+        return self._padding_mask[..., : self.length]
 
     def _additive_mask(self) -> Tensor | None:
         """Return the numbers that attention adds to its scores, [N, 1, 1, S]: 0, or the lowest number for padding.
@@ -191,7 +191,7 @@ class DecodingBatch:
 
         self._runner = ModelRunner(model, prompts, max(limits))
         keys = key_tensor([fold_in("token", request.seed) for request in requests])
-        self._keys = upload(keys, model.device)  # [N]
+        self._keys = upload(keys, model.device)  # [N], random key of each row
         self._num_generated = 0  # tokens generated in every unfinished row
 
         # [R, tokens, 2 + 2K], the draw of every token of R requests, on the CPU, as `pack_draw` lays it out: the token,
@@ -218,7 +218,10 @@ class DecodingBatch:
         return self._take(records)
 
     def _check_finite(self, records: Tensor) -> None:
-        """Raise EngineError if a sampled token's log-prob, in draws of some steps [steps, N, 2 + 2K], is not finite."""
+        """Raise EngineError if a sampled token's log-prob is not finite.
+
+        `records` [steps, N, 2 + 2K] are the packed draws (`pack_draw`) of one or more steps.
+        """
         is_finite = records[..., 1].view(torch.float32).isfinite()
         if not is_finite.all():
             step = int(is_finite.all(dim=1).int().argmin())
@@ -226,14 +229,14 @@ class DecodingBatch:
             raise self._no_distribution(row, self._num_generated + step)
 
     def _no_distribution(self, row: int, token: int) -> EngineError:
-        """Return the error that token number `token` of the response to request `row` has no finite log-prob."""
+        """Return the error that token number `token` of the response to request number `row` has no finite log-prob."""
         return EngineError(
             f"the model gave no finite distribution for token {token} of {self._all_requests[row].uid} at "
             f"{self._version}; look for NaN in the weights that were sent last"
         )
 
     def _take(self, records: Tensor) -> list[Rollout]:
-        """Store the draws of a step, [N, 2 + 2K]; remove the rows that finish and return their rollouts."""
+        """Store the packed draws of a step, [N, 2 + 2K]; remove the rows that finish and return their rollouts."""
         self._records[self._rows, self._num_generated] = records
         self._num_generated += 1
 
@@ -254,7 +257,7 @@ class DecodingBatch:
         self._rows = self._rows[order]  # last: if a line above fails, `requests` still has the finished rows
 
     def _reorder(self, order: Tensor) -> None:
-        """Make the old row `order[i]` row i of the cache, the last tokens and the random keys; other rows leave."""
+        """Replace row i of the cache, last tokens and random keys by the old row `order[i]`; other rows leave."""
         if len(order):
             on_device = upload(order, self._last_tokens.device)
             self._runner.reorder(on_device)
@@ -328,7 +331,7 @@ def _compaction(is_removed: Tensor) -> Tensor:
 
 
 def pack_draw(draw: Draw) -> Tensor:
-    """Pack a draw into one tensor, [N, 2 + 2K] int32: ids as they are, log-probs as the bits of float32."""
+    """Pack a draw with K top tokens into one tensor, [N, 2 + 2K] int32; log-probs become the bits of a float32."""
     columns = [
         draw.tokens[:, None].int(),
         draw.log_probs[:, None].view(torch.int32),

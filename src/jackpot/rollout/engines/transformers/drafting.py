@@ -47,8 +47,9 @@ class RaggedRunner:
         self._layers: list[RaggedKVLayer] = []
 
         # Prompts are padded on the left: move the tokens of each row to the columns of their positions.
-        width, padding = prompts.length, prompts.length - prompts.positions  # [N]
-        # [N, S], old column of the token at each position; behind a row's end any column will do
+        width = prompts.length  # columns of the prompts, padding included
+        padding = width - prompts.positions  # [N], columns of padding before each row's prompt
+        # [N, width], old column of the token at each position; behind a row's end any column will do
         columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)
         for index, layer in enumerate(cache.layers):
             keys, values = (
@@ -81,9 +82,9 @@ class RaggedRunner:
 class DraftedBatch(DecodingBatch):
     """A `DecodingBatch` whose steps generate several tokens of a row, with drafts, from the second token on.
 
-    Three separate uniforms, hashed from the seed and t, draw the draft of token t, decide on its acceptance, and draw
-    the token in place of a rejected draft. How many tokens a row drafts depends on that row alone, so a response does
-    not depend on its batch.
+    Three separate uniforms, hashed from the request's seed and the index t, draw the draft of token t, decide on its
+    acceptance, and draw the token in place of a rejected draft. How many tokens a row drafts depends on that row alone,
+    so a response does not depend on its batch.
     """
 
     def __init__(self, *arguments: Any, draft: PreTrainedModel, settings: DraftConfig, counts: DraftCounts) -> None:
@@ -105,7 +106,7 @@ class DraftedBatch(DecodingBatch):
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
 
         def keys(use: str) -> Tensor:
-            """Return the keys, one for each request, of the uniforms for one use."""
+            """Return a random key for each request, from which the uniforms for one use, such as `draft`, are made."""
             return key_tensor([fold_in(use, request.seed) for request in self._all_requests])
 
         # [R, 3], keys of the streams _DRAFT, _ACCEPT and _OTHER
@@ -114,8 +115,12 @@ class DraftedBatch(DecodingBatch):
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
-        """Generate the first token of every row, in later steps up to k + 1 tokens; return the finished rollouts."""
+        """Generate the first token of every row or, in later steps, up to k + 1 tokens, of which k can be drafts.
+
+        Return the rollouts of the rows that finish.
+        """
         with threads_for(len(self._rows) * self._model.num_parameters()):
+            # The first step reads the prompts, and has no drafts.
             if not self._num_generated:
                 self._counts.passes += len(self._rows)
                 self._counts.tokens += len(self._rows)
@@ -144,7 +149,8 @@ class DraftedBatch(DecodingBatch):
         del self._runner
 
         self._lengths = torch.ones_like(self._limits)  # [R], generated tokens
-        prompt_ends, first_tokens = torch.tensor([prompt[-1] for prompt in prompts]), self._records[:, 0, 0].long()
+        prompt_ends = torch.tensor([prompt[-1] for prompt in prompts])
+        first_tokens = self._records[:, 0, 0].long()  # a record begins with its token
         self._tail = torch.stack([prompt_ends, first_tokens], dim=1)  # [R, 2], the last two tokens
         self._counts.read_by_draft += int(self._prompt_lengths[self._rows].sum())
 
@@ -164,15 +170,15 @@ class DraftedBatch(DecodingBatch):
         return (ends + torch.arange(first, last + 1)).clamp(max=self._last_position)
 
     def _uniforms(self, stream: int, first: int, last: int) -> Tensor:
-        """Return the uniforms of a stream for the tokens from `first` to `last`: [N, last - first + 1].
+        """Return the uniforms for the tokens from `first` to `last` of each row: [N, last - first + 1].
 
-        Token 0 of a row is the first that has not been generated.
+        Token 0 of a row is the first that has not been generated. `stream` is _DRAFT, _ACCEPT or _OTHER.
         """
         tokens = self._lengths[self._rows, None] + torch.arange(first, last + 1)
         return upload(uniforms(self._streams[self._rows, stream, None], tokens), self._model.device)
 
     def _log_probs(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
-        """Return the log-probs [..., V] after temperature, top-k and top-p that hidden states [..., H] give."""
+        """Return the log-probs [..., V] that hidden states [..., H] give, after temperature, top-k and top-p."""
         settings = self._settings
         return sampling_log_probs(head_logits(model, hidden), settings.temperature, settings.top_k, settings.top_p)
 
@@ -195,10 +201,11 @@ class DraftedBatch(DecodingBatch):
         drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]  # columns, of which the last stays without drafts
 
         for index in range(int(drafted.max())):
-            # The first pass reads two tokens of each row, at positions -1 and 0, and every other pass the newest draft.
-            hidden = self._draft(tokens, self._positions(index - (index == 0), index))[:, -1]
+            # The first pass reads the last two tokens of each row, and every other pass the newest draft.
+            first = -1 if index == 0 else index
+            hidden = self._draft(tokens, self._positions(first, last=index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()
-            tokens = sample_tokens(distribution, self._uniforms(_DRAFT, index, index)[:, 0])[:, None]
+            tokens = sample_tokens(distribution, self._uniforms(_DRAFT, first=index, last=index)[:, 0])[:, None]
             is_drafted = upload((drafted > index)[:, None], device)
             drafts.insert(-1, tokens)
             probs.insert(-1, torch.where(is_drafted, distribution, nothing))
@@ -216,9 +223,10 @@ class DraftedBatch(DecodingBatch):
             which is then the token of the draw, else 0.
         """
         last = drafts.shape[1] - 1
+        # The policy reads the last token of each row and then its drafts.
         tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
         hidden = self._policy(tokens, self._positions(0, last))
-        # [N, k + 1, 2]
+        # [N, k + 1, 2], a uniform that decides on the draft, and one that draws another token
         random = torch.stack([self._uniforms(_ACCEPT, 0, last), self._uniforms(_OTHER, 0, last)], dim=-1)
 
         size = max(1, _MAX_PROBS // probs.shape[-1])  # columns that are judged at once
@@ -227,7 +235,10 @@ class DraftedBatch(DecodingBatch):
         return torch.cat(judged).unflatten(0, drafts.shape)
 
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
-        """Decide as `_verify` does on M drafts, with rows and columns in one dimension; return [M, 3 + 2K]."""
+        """Decide on M drafts, whatever their rows and columns; return [M, 3 + 2K], each as `_verify` returns it.
+
+        `hidden` [M, H] are states of the policy, and `probs` [M, V] distributions of the draft model.
+        """
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
         tokens = torch.where(verdict.accepted, drafts, verdict.replacements)
         log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
@@ -244,20 +255,23 @@ class DraftedBatch(DecodingBatch):
         """
         # A row gets its first `accepted` drafts, all before the first that is rejected, and one token after them, drawn
         # in the next column. A stop token among these ends the row earlier.
-        rows, positions = self._rows, torch.arange(records.shape[1])
-        tokens, accepted = records[..., 0].long(), records[..., -1].cumprod(dim=1).sum(dim=1)  # [N, k + 1], [N]
-        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (positions <= accepted[:, None])
+        rows, columns = self._rows, torch.arange(records.shape[1])
+        tokens = records[..., 0].long()  # [N, k + 1]
+        accepted = records[..., -1].cumprod(dim=1).sum(dim=1)  # [N], number of accepted drafts
+        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (columns <= accepted[:, None])
         has_stop = is_stop.any(dim=1)
         num_new = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N], new tokens of a row
 
-        # All new tokens of all rows in one list: the row and column of each, its draw, and its index in the response.
-        row, position = (positions < num_new[:, None]).nonzero(as_tuple=True)
-        draws, token_index = records[row, position, :-1], self._lengths[rows[row]] + position
+        # All new tokens of all rows in one list: the place of each in `records`, its draw, and where that is stored.
+        row, column = (columns < num_new[:, None]).nonzero(as_tuple=True)
+        draws = records[row, column, :-1]
+        request = rows[row]  # index of the request
+        token_index = self._lengths[request] + column  # index of the token in the response
         if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
             first = int(is_finite.int().argmin())
-            raise self._no_distribution(int(rows[row[first]]), int(token_index[first]))
+            raise self._no_distribution(int(request[first]), int(token_index[first]))
 
-        self._records[rows[row], token_index] = draws
+        self._records[request, token_index] = draws
         # The last two tokens of each row are now in the columns `num_new` - 1 and `num_new` of `newest`.
         newest = torch.cat([self._tail[rows, 1:], tokens], dim=1)
         self._tail[rows] = newest.gather(1, num_new[:, None] - torch.tensor([1, 0]))
@@ -280,14 +294,14 @@ class DraftedBatch(DecodingBatch):
 
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
         """Add a pass of the policy to the `DraftCounts`, from each row's numbers of drafts, accepted and new tokens."""
-        counts, verifies = self._counts, drafted > 0
+        counts, verifies = self._counts, drafted > 0  # [N], True for rows that have drafts
         counts.tokens += int(num_new.sum())
         counts.passes += len(num_new)
         counts.verifications += int(verifies.sum())
         counts.verified += int(num_new[verifies].sum())
         counts.judged += int(torch.minimum(accepted + 1, drafted).sum())
         counts.accepted += int(accepted.sum())
-        counts.read_alone += int(num_new.sum())
+        counts.read_alone += int(num_new.sum())  # what the policy would read without drafts
         # The policy reads each row's newest token and drafts; the draft model, of rows that draft, two tokens and all
         # drafts but the last.
         counts.read_by_policy += int(drafted.sum()) + len(drafted)

@@ -118,6 +118,7 @@ class TransformersEngine(QueuedEngine):
         if self._draft is None and decodes_statically(model):
             return GraphCapture(model.device.type, self._events)
 
+        # Only steps of `StaticBatch` can be captured; the tensors of other batches grow.
         obstacle = f"{type(model).__name__} with these settings has no attention for it"
         if self._draft is not None:
             obstacle = "rows accept different numbers of drafts"
@@ -148,28 +149,28 @@ class TransformersEngine(QueuedEngine):
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         model = self._weights.model
-        scores: dict[int, Tensor] = {}
+        scores: dict[int, Tensor] = {}  # by index in `rollouts`
         # Rollouts of similar length share a forward pass, so that it has little padding.
-        by_length = sorted(range(len(rollouts)), key=lambda row: len(rollouts[row].token_ids))
+        by_length = sorted(range(len(rollouts)), key=lambda index: len(rollouts[index].token_ids))
 
-        for rows in pack(by_length, _SCORE_TOKENS, lambda row: rollout_lengths(rollouts[row])):
-            hidden, ids, mask = forward_rollouts(model, [rollouts[row] for row in rows])
+        for indices in pack(by_length, _SCORE_TOKENS, lambda index: rollout_lengths(rollouts[index])):
+            hidden, ids, mask = forward_rollouts(model, [rollouts[index] for index in indices])
             log_probs = token_log_probs(model, hidden[mask], ids[mask], temperature, top_k=0, top_p=1.0).cpu()
-            lengths = [len(rollouts[row].token_ids) for row in rows]
-            scores |= zip(rows, (score.clone() for score in log_probs.split(lengths)), strict=True)
+            lengths = [len(rollouts[index].token_ids) for index in indices]
+            scores |= zip(indices, (score.clone() for score in log_probs.split(lengths)), strict=True)
 
-        return [scores[row] for row in range(len(rollouts))]
+        return [scores[index] for index in range(len(rollouts))]
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        """Replace all weights as `Engine.update_weights` says, under the names of the model's `named_parameters()`."""
+        """Replace all weights as `Engine.update_weights` says; names are those of the model's `named_parameters()`."""
         self._check_idle()
         digest = self._weights.load(named_tensors)
         self._version, self._is_asleep = version, False
         return digest
 
     def _release(self) -> None:
-        """Release the memory of the weights, on a GPU also for other processes (which has not been tried)."""
+        """Release the memory of the weights. On a GPU, which has not been tried, other processes can use it then."""
         self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()

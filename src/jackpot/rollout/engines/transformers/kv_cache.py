@@ -18,7 +18,7 @@ _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
 
 
 def grown_length(length: int, max_length: int) -> int:
-    """Return for how many tokens a row has room once a full cache of `length` tokens a row has grown."""
+    """Return the room for each row, in tokens, to which a cache grows that is full with `length` tokens a row."""
     return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 
@@ -60,8 +60,9 @@ class BatchKVLayer(DynamicLayer):
             self._reallocate(beam_idx, self._length)
         else:
             moved = _moved_rows(beam_idx) if moved is None else moved
-            for buffer in (self.keys, self.values) if len(moved) else ():
-                buffer[moved, :, : self._length] = buffer[beam_idx[moved], :, : self._length]
+            if len(moved):
+                for buffer in (self.keys, self.values):
+                    buffer[moved, :, : self._length] = buffer[beam_idx[moved], :, : self._length]
         self._rows = len(beam_idx)
 
     def get_seq_length(self) -> int:
@@ -111,7 +112,7 @@ class RaggedKVLayer(BatchKVLayer):
     """
 
     def __init__(self, keys: Tensor, values: Tensor, max_length: int) -> None:
-        """Take over keys and values, [N, heads, S, D] each."""
+        """Take over the keys and values of earlier tokens, [N, heads, S, D] each, as the layer's buffers."""
         super().__init__(max_length)
         self.keys, self.values = keys, values
         self.is_initialized = True
@@ -129,7 +130,10 @@ class RaggedKVLayer(BatchKVLayer):
         self._columns, self._length = columns, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [N, heads, T, D]; return all of the layer, as views that the next call changes."""
+        """Write new keys and values, [N, heads, T, D], to the columns that `write_at` has set.
+
+        Return all keys and values of the layer, as views that the next call changes.
+        """
         columns = self._columns[:, None, :, None]
         self.keys[: self._rows].scatter_(2, columns.expand_as(key_states), key_states)
         self.values[: self._rows].scatter_(2, columns.expand_as(value_states), value_states)

@@ -74,8 +74,8 @@ def layer_masks(
 
     by_window: dict[int | None, Tensor] = {}
     for window in set(windows):
-        far = hidden if window is None else hidden | (positions <= last - window)  # hidden, also by the window
-        mask = torch.zeros(far.shape, dtype=dtype, device=far.device).masked_fill_(far, -torch.inf)
+        is_hidden = hidden if window is None else hidden | (positions <= last - window)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device).masked_fill_(is_hidden, -torch.inf)
         by_window[window] = mask[:, None]
     return [by_window[window] for window in windows]
 
@@ -96,7 +96,7 @@ def masked_forward(
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
-    """Return whether `StaticBatch` can decode a model: all layers keep plain keys and attend by `grouped_attention`."""
+    """Return whether `StaticBatch` can decode a model: its layers cache single tokens and use `grouped_attention`."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
@@ -114,7 +114,10 @@ def decoding_event(
 
 
 class GraphCapture:
-    """A function that captures steps as CUDA graphs; it returns them as they are without a GPU or after a failure."""
+    """A function that captures a decoding step as a CUDA graph, which replays it.
+
+    Without a GPU, or after a failure, the function returns the step itself.
+    """
 
     def __init__(self, device_type: str, events: list[dict[str, Any]]) -> None:
         """Prepare captures on a device.
@@ -122,12 +125,12 @@ class GraphCapture:
         Args:
             events: list to which events about captures are added.
         """
-        self._captures = device_type == "cuda"
+        self._captures = device_type == "cuda"  # False also after a failure
         self._events = events
         events.append(decoding_event("static", self._captures))
 
     def __call__(self, step: Step) -> Step:
-        """Return a function that repeats `step`, with all reads and writes at the same addresses.
+        """Return a function that repeats `step`, reading and writing at the same addresses; without a graph, `step`.
 
         Args:
             step: step of decoding, which has run once before.
@@ -144,7 +147,7 @@ class GraphCapture:
 
         except RuntimeError as error:
             if pool is not None:
-                with suppress(RuntimeError):  # nothing else ends its use before torch 2.12 (pytorch/pytorch#180395)
+                with suppress(RuntimeError):  # only this frees the pool before torch 2.12 (pytorch/pytorch#180395)
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportPrivateUsage]
             self._captures = False
             self._events.append(decoding_event("static", cuda_graphs=False, obstacle=str(error).split("\n")[0]))
@@ -167,7 +170,7 @@ class StaticKVLayer(RaggedKVLayer):
 
 
 class StaticBatch(DecodingBatch):
-    """A `DecodingBatch` of fixed shapes; after each row's first token, `step` generates up to `STEPS` tokens a call."""
+    """A `DecodingBatch` of fixed shapes; each `step` but the first generates up to `STEPS` tokens of every row."""
 
     def __init__(self, *arguments: Any, capture: GraphCapture) -> None:
         """Make a batch from the arguments of a `DecodingBatch`; `decodes_statically` must hold for the model."""
@@ -183,15 +186,16 @@ class StaticBatch(DecodingBatch):
         if not self._num_generated:
             return super().step()
 
-        num_rows, unfinished = len(self._last_tokens), len(self._rows)
+        num_rows, num_unfinished = len(self._last_tokens), len(self._rows)  # finished rows stay until `_move`
         if not self._is_started:
             self._start()
         # Get more room if the cache is full, or drop finished rows where at least half of the rows have finished.
-        elif self._length == self._room or (num_rows > _FEW_ROWS and num_rows >= 2 * unfinished):
+        elif self._length == self._room or (num_rows > _FEW_ROWS and num_rows >= 2 * num_unfinished):
             self._move()
 
-        longest = int(self._limits[self._rows].max()) - self._num_generated
+        longest = int(self._limits[self._rows].max()) - self._num_generated  # most tokens that a row still needs
         count = min(STEPS, longest, self._room - self._length)
+        # The first step on new memory runs as it is and is then captured as `_run`, which repeats it.
         with threads_for(len(self._last_tokens) * self._model.num_parameters()):
             for _ in range(count):
                 if self._run is None:
@@ -205,7 +209,7 @@ class StaticBatch(DecodingBatch):
         rows, finished = self._rows, []
         self._check_finite(records[:, self._slots])
 
-        # `_take` drops the slots of the rows that finish.
+        # `_slots` has the row of each unfinished request; `_take` drops those that finish.
         try:
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []
@@ -227,7 +231,7 @@ class StaticBatch(DecodingBatch):
         self._cache, self._max_length = cache, runner.max_length
         self._prompt_length = runner.length  # columns of the prompts
         self._length, self._room = runner.length, runner.length  # columns that are written, and all columns
-        self._padding = runner.length - runner.positions  # [N]
+        self._padding = runner.length - runner.positions  # [N], columns of padding before each row's prompt
         self._column = torch.full_like(runner.positions[:1], runner.length)  # the next column of the cache
         self._slots = torch.arange(len(self._rows))  # [n], on the CPU: row of each unfinished request
         self._is_started = True
@@ -237,7 +241,7 @@ class StaticBatch(DecodingBatch):
     def _move(self) -> None:
         """Move the unfinished rows to new memory, with room for more tokens where the cache is full."""
         device, room = self._column.device, self._room
-        order = upload(self._slots, device)
+        order = upload(self._slots, device)  # the unfinished rows
         if self._length == room:
             room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in pieces of 16
 
@@ -251,7 +255,8 @@ class StaticBatch(DecodingBatch):
         self._slots = torch.arange(len(order))
 
         size = 2 + 2 * self._settings.num_top_log_probs
-        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)  # the newest draws
+        # Packed draws of the newest steps
+        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)
 
     def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
         """Return the rows `order` of keys or values, [N, heads, S, D], in new memory for `room` columns."""

@@ -61,7 +61,7 @@ def repair_sampling(worker: Any) -> None:
     A step without drafts then samples as vLLM does without a draft model. Without a draft model nothing changes.
 
     Args:
-        worker: vLLM's worker, with the first model runner; the second is not supported.
+        worker: vLLM's worker, with the first of vLLM's two model runners; the second (V2) is not supported.
     """
     runner = worker.model_runner
     if (drafter := getattr(runner, "drafter", None)) is None:
@@ -131,6 +131,7 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
         accepted=sum(accepted),
         read_alone=prompt_length + response_length - 1,
         read_by_policy=prompt_length + sum(drafted) + len(drafted),
-        # The draft model reads all that the policy has read, rejected tokens too, one token more, and its own drafts.
-        read_by_draft=prompt_length + max_drafts + sum(drafted) + len(drafted) * (1 + max_drafts),
+        # In each pass, that over the prompt too, the draft model reads all that the policy reads, rejected tokens too,
+        # one token more, and all of its own drafts but the last.
+        read_by_draft=prompt_length + sum(drafted) + len(drafted) + (1 + len(drafted)) * max_drafts,
     )

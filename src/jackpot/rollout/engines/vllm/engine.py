@@ -98,8 +98,9 @@ class VLLMEngine(ThreadEngine):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
 
-        # Number of tokens that a draft model proposes at once (0 without drafts), and vLLM's arguments for lengths.
-        self._num_drafts, self._arguments = _lengths_and_drafts(model, settings, drafter)
+        # Number of tokens that a draft model proposes at once (0 without drafts), and vLLM's arguments for lengths and
+        # drafts.
+        self._num_drafts, self._length_and_draft_arguments = _lengths_and_drafts(model, settings, drafter)
         self._followers: list[VLLMEngine] = []  # engines for which this engine's model drafts
 
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
@@ -156,7 +157,7 @@ class VLLMEngine(ThreadEngine):
         futures: list[Future[list[float]]] = [Future() for _ in requests]
 
         def add_all() -> None:
-            """Give vLLM all requests, each with a handler that sets its future."""
+            """Give vLLM all requests, each with a handler that sets the request's future."""
             for (_, request), future in zip(requests, futures, strict=True):
                 handler = _log_prob_handler(request.num_prompt_log_probs, future)
                 self._add(request.prompt, log_prob_params(request), handler)
@@ -237,13 +238,13 @@ class VLLMEngine(ThreadEngine):
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
             _LOADED.add(self)
 
-            # Repair vLLM's faults, and hide the rows of the output layer that are not sampled from.
+            # Repair vLLM's faults, and never sample token ids from `num_ids` on.
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
             size = self._llm.model_config.get_vocab_size()
-            rows = min(self._rows or size, size)
-            if rows < size:
-                self._llm.apply_model(partial(mask_rows, rows))
+            num_ids = min(self._rows or size, size)
+            if num_ids < size:
+                self._llm.apply_model(partial(mask_rows, num_ids))
         except Exception as error:
             raise EngineError(f"vLLM cannot serve {self._folder}: {type(error).__name__}: {error}") from error
         finally:
@@ -251,8 +252,8 @@ class VLLMEngine(ThreadEngine):
 
         model = self._llm.model_config
         return Capabilities(
-            vocab_size=rows,
-            num_top_log_probs=rows,
+            vocab_size=num_ids,
+            num_top_log_probs=num_ids,
             max_model_len=model.max_model_len - 2 * self._num_drafts,  # leaves room to draft for every request
             quantized=is_quantized(self._settings) or bool(model.quantization),
             coded_weights=self._weight_format.coded_weights,
@@ -290,7 +291,7 @@ class VLLMEngine(ThreadEngine):
             device_ids=None if device is None else [device],
             use_tqdm_on_load=False,
             disable_log_stats=True,
-            **self._arguments,
+            **self._length_and_draft_arguments,
         )
 
     def _add_all(self, requests: Sequence[Request], version: Version, num_threads: int) -> None:
@@ -327,7 +328,7 @@ class VLLMEngine(ThreadEngine):
         """Return a function that completes the request from vLLM's output and the log-probs collected in `top`."""
 
         def handle(output: Any) -> None:
-            """Make the rollout of vLLM's finished output, and hand it over with the counts of its drafts."""
+            """Hand the rollout in vLLM's finished output, and the counts of its drafts, to the caller's thread."""
             response = output.outputs[0]
             ids, log_probs = top.arrays(len(response.token_ids), 1 + request.sampling.num_top_log_probs)
             rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
@@ -340,7 +341,8 @@ class VLLMEngine(ThreadEngine):
     def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of the tensors as they were sent, codes and scales included, before any quantization here.
+        The digest is that of codes and scales where these are sent, and else of the weights in the engine's dtype,
+        before any quantization here.
         """
         # Wake up in two parts, so that memory for the cache is taken only after the weights are loaded.
         if self._is_asleep:
@@ -409,7 +411,7 @@ def _check_settings(settings: VLLMEngineConfig, device: torch.device) -> None:
 def _lengths_and_drafts(
     model: PreTrainedModel, settings: VLLMEngineConfig, drafter: VLLMEngine | None
 ) -> tuple[int, dict[str, Any]]:
-    """Return how many tokens a draft model proposes at once (0 without drafts), and vLLM's arguments for lengths."""
+    """Return how many tokens are drafted at once (0 without drafts), and vLLM's arguments for lengths and drafts."""
     if drafter is None:
         return 0, {"max_model_len": settings.max_model_len}
 
@@ -437,7 +439,7 @@ class _TopLogProbs:
             self._log_probs.append(new.logprobs.copy())
 
     def arrays(self, length: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and log-probs, [length, width] each: of the sampled token, then of the top tokens."""
+        """Return token ids and log-probs, [length, width] each: the sampled token in column 0, then top tokens."""
         if not self._ids:
             return np.empty((0, width)), np.empty((0, width))
         return (

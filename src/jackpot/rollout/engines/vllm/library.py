@@ -134,13 +134,13 @@ def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
 
     @register_model_loader(_LOAD_FORMAT)
     class GivenWeightsLoader(BaseModelLoader):
-        """A loader of vLLM that takes the tensors `weights` of this process."""
+        """A loader of vLLM that takes the tensors given to `register_loader`, which are in this process."""
 
         def download_model(self, model_config: Any) -> None:
             """Do nothing: the weights are in this process."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
-            """Load `weights` into vLLM's model."""
+            """Load the weights given to `register_loader` into vLLM's model."""
             model.load_weights(iter(weights))
 
     return _LOAD_FORMAT
@@ -167,14 +167,17 @@ def pack_tied_head(model: torch.nn.Module) -> None:
 
 
 def mask_rows(rows: int, model: Any) -> None:
-    """Have a model of vLLM give the logit -inf to every id from `rows` on.
+    """Have a model of vLLM give the logit -inf to every token id from `rows` on.
 
     vLLM normalizes the distribution after that, for sampling and for the log-probs it reports.
     """
     compute = model.compute_logits
 
     def masked(*arguments: Any, **named: Any) -> Tensor | None:
-        """Compute logits [..., V] as the model does, with -inf from id `rows` on; None where the model has none."""
+        """Compute logits [..., V] as the model does, but -inf for the token ids from `rows` on, which are not sampled.
+
+        Return None where the model returns None.
+        """
         if (logits := compute(*arguments, **named)) is not None:
             logits[..., rows:] = -torch.inf
         return logits

@@ -123,7 +123,7 @@ def parse_answer(
         stop_token_ids=body["stop_token_ids"],
         vocab_size=vocab_size,
         version=version,
-        remedies=_REMEDIES,
+        remedies=_REMEDIES,  # what errors advise
     )
 
 
@@ -161,6 +161,7 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
         tokens = request.prompt[-count:]
         values = [_log_prob(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
 
+    # Here vLLM names a token by its id, as in `token_id:42`.
     values.append(_log_prob(choice["logprobs"]["top_logprobs"][0][f"{_PREFIX}{request.token}"]))
     check_log_probs(values, uid)
     return values

@@ -55,7 +55,7 @@ class VLLMReplica(Replica):
             check_loaded(self.name, weights, checksums, self._last_check)
             await client.set_weight_version(weights.version)
             await self._check_version(weights)
-            self._last_check = (weights, checksums)
+            self._last_check = (weights, checksums)  # the next load compares its checksums with these
         except BaseException:
             with contextlib.suppress(PeerLost, TimeoutError):  # the first error says why
                 await asyncio.wait_for(client.resume(), _RESUME_SECONDS)

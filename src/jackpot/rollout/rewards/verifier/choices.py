@@ -51,6 +51,7 @@ def parse_choice(reference: str) -> Choice | None:
 
     The reference is a letter in parentheses, `(B)` or `\text{(B)}`, which the text of the option may follow: `(B) 142`.
     """
+    # The option's text is in one of two groups, and is no option if it continues a formula (`_NO_OPTION`).
     match = _REFERENCE.fullmatch(reference.strip())
     if match is None or _NO_OPTION.match(option := match["option"] or match["bare_option"] or ""):
         return None
@@ -58,7 +59,7 @@ def parse_choice(reference: str) -> Choice | None:
 
 
 def letter_choice(text: str) -> str | None:
-    """Return the reference, such as `(B)`, for a text that names a letter (`B`, `b`, `(B)`, `B. 142`), else None."""
+    """Return a text that names a letter (`B`, `b`, `(B)`, `B. 142`) as a reference such as `(B)`; None for others."""
     letter, option = _given(text.strip())
     return text if parse_choice(text[:MAX_ANSWER_LENGTH]) else choice(letter, option) if letter else None
 

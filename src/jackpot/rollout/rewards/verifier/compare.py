@@ -78,6 +78,7 @@ def compare(answer: str, reference: str, algebra: Algebra) -> bool:
             # The texts differ by spaces only. `normalize` reads 2e-3 as 0.002 and leaves 2e - 3, a difference with
             # Euler's number, as it is; but 2e-3 may be meant as that difference too.
             return True
+        # The reference is no choice, so a letter before the answer is dropped: `\text{(B) }142` is 142.
         return _compare(_OPTION.sub("", normalize(answer), count=1), normalize(reference), algebra)
     except RecursionError:  # brackets nested some hundred times
         return False
@@ -102,7 +103,7 @@ def is_readable(reference: str) -> bool:
     except RecursionError:
         return False
 
-    # An answer's number with plain words, or prose, would be read as a product of letters.
+    # Prose, and a number with plain words (which only an answer may have), would be read as products of letters.
     return parse_quantity(text, is_reference=False) is None and not has_prose(text)
 
 
@@ -122,13 +123,14 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
         for text, name in ((answer, answer_name), (reference, reference_name))
     )
 
-    # The two texts are equal but for marks of text and spaces behind braces: only empty ones are wrong.
+    # Texts that differ in nothing but `\text` and spaces behind braces are equal, unless they are empty.
     if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
         return reference != ""
 
     if parse_quantity(reference, is_reference=True) is None:
-        if (based := _in_base(reference)) is not None:
-            is_equal = based in (_in_base(answer), _in_base(f"{answer}_{based[1]}"))
+        if (value_and_base := _in_base(reference)) is not None:
+            # An answer without a base is read in the base of the reference.
+            is_equal = value_and_base in (_in_base(answer), _in_base(f"{answer}_{value_and_base[1]}"))
             # In an answer without a base `normalize` has read digits such as 1E5 as a power of ten.
             return is_equal or answer == normalize(reference.partition("_")[0])
         if (words := _words(reference)) is not None:
@@ -181,9 +183,10 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
         return False
 
     members, expected = _without_shared_name(answer.members), _without_shared_name(reference.members)
+    # Both or neither must have members with names, such as `x = 1`.
     if len(members) != len(expected) or any(map(_name, members)) != any(map(_name, expected)):
         return False
-    # Compare in order, also where all members are words of several letters.
+    # Compare in order, also where all members of the reference are words of several letters.
     if reference.ordered or all(len(_words(member) or "") > 1 for member in expected):
         return all(map(partial(_compare, algebra=algebra), members, expected))
 
@@ -211,8 +214,9 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     if quantity and expected:
         return quantity.value == expected.value and units_agree(quantity.unit, expected.unit)
 
+    # In a chain such as x = 9/4 = 2.25 each side must be right, except a name such as `x` at its start.
     sides = split_outside_brackets(answer, "=")
-    if expected and len(sides) > 1:  # a chain such as x = 9/4 = 2.25: each side must be right, but for a name in front
+    if expected and len(sides) > 1:
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
         return all(_as_expression(side, reference, algebra) for side in sides[int(is_named) :])
 

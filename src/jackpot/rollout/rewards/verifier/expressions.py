@@ -83,6 +83,7 @@ def _equal(answer: Any, reference: Any) -> bool:
     # Two equations are equal if lhs - rhs of one is a constant multiple of lhs - rhs of the other: the ratio of the two
     # is at each of the three points what it is at the first point. The ratios are compared by cross multiplication.
     if isinstance(answer, Eq) and isinstance(reference, Eq):
+        # At each point: lhs - rhs of the answer, and lhs - rhs of the reference
         values = [*_values(*(equation.lhs - equation.rhs for equation in pair))]
         has_one_ratio = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
         return has_one_ratio and values != [] and answer.free_symbols != set()
@@ -108,7 +109,7 @@ def _values(*expressions: Any) -> Iterator[list[Expr]]:
 
 
 def _value(expression: Any, point: Mapping[str, Any]) -> Expr:
-    """Return the value of an expression, to 40 digits, with the numbers of `point` for the symbols, by their names."""
+    """Return the value of an expression to 40 digits, where `point` gives the number for each symbol, by its name."""
     return N(expression.xreplace({symbol: point[symbol.name] for symbol in expression.free_symbols}).doit(), 40)
 
 

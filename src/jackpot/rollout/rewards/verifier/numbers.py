@@ -33,9 +33,9 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
     power of ten (`4.5\times 10^{33}`, of which `4.5e33` is another spelling). The value of a number is a
     `fractions.Fraction`: 0.1 + 0.2 is 0.3, and 0.333 is not 1/3. A number may be followed by
 
-    - a unit that is known (`units.py`): it must be the same on both sides where both have one, so 5 cm is 5, and not
-      5 m;
-    - a percent or degree sign, or preceded by a dollar sign: these are known units too;
+    - a unit that is known (`units.py`): where both answer and reference have one it must be the same, so 5 cm is 5, and
+      not 5 m;
+    - a percent or degree sign: these are known units too, as is a dollar sign before the number;
     - a label, `\text{right triangles}`, or in an answer plain words after a space such as `18 eggs`: it is ignored, but
       it does not match a reference with a unit: 5 marbles is not 5 m. A word that changes the number or joins two
       (`dozen`, `eighths`, `or`) is no label, nor are mathematics and single letters, and the text is then no number.
@@ -118,10 +118,10 @@ def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
 
     `is_apart` is True where a space stands between the number and the words.
     """
-    unit, names = read_unit(words, symbols=False), re.findall("[A-Za-z]+", words)
-    longest = max(map(len, names))
+    unit, word_list = read_unit(words, symbols=False), re.findall("[A-Za-z]+", words)
+    longest = max(map(len, word_list))
     # Single letters are symbols of algebra, except in `5 m/s`.
     if unit != LABEL:
-        return unit if longest > 1 or (is_apart and names == ["m", "s"] and "/" in words) else None
+        return unit if longest > 1 or (is_apart and word_list == ["m", "s"] and "/" in words) else None
     # Only an answer has a label: words after a space, one of them of three letters or more.
     return None if is_reference or not is_apart or longest < 3 or "/" in words else unit

@@ -56,8 +56,8 @@ def parse_structure(text: str) -> Structure | None:
 
 def _bracketed(text: str) -> Structure | None:
     """Parse a tuple, interval, vector or set, such as `[0,1)`; None unless brackets enclose the whole text."""
-    # The text must begin with a bracket, and its last token must be the first one that leaves no bracket open, and a
-    # bracket that may close the one at the beginning.
+    # `closing` is the first token after which no bracket is open. It must be the last token of the text, and one that
+    # may close the bracket `opening`.
     opening = next((bracket for bracket in _CLOSING if text.startswith(bracket)), None)
     end, closing = next(((end, token) for token, end, depth in _tokens(text) if depth == 0), (0, ""))
     if opening is None or end != len(text) or closing not in _CLOSING[opening]:

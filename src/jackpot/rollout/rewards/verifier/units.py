@@ -159,11 +159,16 @@ def units_agree(answer: str, reference: str) -> bool:
     """
     if answer == _K:
         return reference in (_K, "kelvin")
+    # No unit on one side, equal units, a label, or kelvin where the reference has `K`
     return answer in ("", reference) or reference in ("", LABEL) or (answer, reference) == ("kelvin", _K)
 
 
 def _product(text: str, symbols: bool) -> str | None:
-    """Return a product of units in alphabetical order, such as `hour^-1 kilometer`; None if a word is no unit."""
+    """Return a product of units in alphabetical order, such as `hour^-1 kilometer`; None if a word is no unit.
+
+    `symbols` is as in `read_unit`.
+    """
+    # Spell products in one way: `per` is a slash, and `square meter` becomes `meter^2`.
     for pattern, replacement in _PRODUCTS:
         text = pattern.sub(replacement, text)
     numerator, *denominators = text.split("/")
@@ -182,7 +187,10 @@ def _product(text: str, symbols: bool) -> str | None:
 
 
 def _known(word: str, symbols: bool) -> str | None:
-    """Return the unit that a word or symbol denotes, or None; the case of a single letter matters, unlike a word's."""
+    """Return the unit that a word or symbol denotes, or None; `symbols` is as in `read_unit`.
+
+    The case of a single letter matters, unlike that of a word.
+    """
     if unit := _CANONICAL.get(word) or (_SYMBOLS.get(word) if symbols else None):
         return unit
     return _CANONICAL.get(_singular(word.lower())) if len(word) > 1 else None
