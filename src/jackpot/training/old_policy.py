@@ -40,7 +40,8 @@ class OldPolicySnapshot:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, Tensor]] = {}  # for each rollout, by its key (`_keys`): tensors [T] by name
-        self._empty: dict[str, Tensor] = {}  # by name, a tensor [0, T] of the right dtype, for batches without rollouts
+        # By name, a tensor [0, T] of the right dtype, for batches without rollouts.
+        self._empty_columns: dict[str, Tensor] = {}
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
         """Store the old log-probs of a micro-batch."""
@@ -50,7 +51,7 @@ class OldPolicySnapshot:
             **old.z._asdict(),
             **({} if old.lam is None else {"lam": old.lam}),
         }
-        self._empty = {name: column[:0] for name, column in columns.items()}
+        self._empty_columns = {name: column[:0] for name, column in columns.items()}
         rows = by_rollout(batch, columns)
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
@@ -60,13 +61,14 @@ class OldPolicySnapshot:
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 
-        # Gather the keys and lengths of all stored rows, and for each column the values of the rows in one tensor.
+        # Gather the keys and lengths of all stored rows, and for each column the values of the rows in one tensor. The
+        # empty column gives the dtype where a rank has no rows.
         rows = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
         lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in rows], dtype=torch.int64))
         columns = {
             name: all_gather(torch.cat([empty.flatten(), *(row[name] for row in rows)]))
-            for name, empty in self._empty.items()
+            for name, empty in self._empty_columns.items()
         }
 
         ranks = dist.get_world_size()
@@ -86,14 +88,14 @@ class OldPolicySnapshot:
             name: pad_sequence([row[name] for row in rows], batch_first=True)
             if rows
             else empty.new_zeros(batch.response_mask.shape)
-            for name, empty in self._empty.items()
+            for name, empty in self._empty_columns.items()
         }
         z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
         return OldLogProbs(z=z, **padded)
 
 
 def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Return the batches to read so that each rollout of any rank is read at least once.
+    """Return the batches that this rank has to read, so that some rank reads each rollout of all ranks.
 
     All ranks leave out the batches with equal numbers i: those where every rollout that any rank has in its batch i is
     also in an earlier batch of some rank.
@@ -128,7 +130,7 @@ def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[
 
 
 def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """Copy tensors of many micro-batches to the CPU in one transfer, and split them into rows of single rollouts.
+    """Copy tensors of many micro-batches to the CPU in one transfer, and split them into a row for each rollout.
 
     Args:
         micro_batches: pairs of a micro-batch, on the CPU, and its columns: tensors [B, T, ...] by name, on the device.
