@@ -129,6 +129,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     rollout_log_probs = pad(rollout.rollout_log_probs for rollout in rollouts)
     values = [item.values for item in samples if item.values is not None]  # all samples have values, or none has
     returns = [item.returns for item in samples if item.returns is not None]
+    # One key a response, from which the random numbers of OBRS's acceptance mask are hashed.
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
 
     return TokenBatch(

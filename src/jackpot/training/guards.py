@@ -71,9 +71,8 @@ class EngineCheck:
         self._column = Version._fields.index(role)  # column of this model in `Rollout.versions`
         self._thorough: set[int] = set()  # versions of weights whose rollouts were checked thoroughly
         self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
-        self._copied_version: int | None = (
-            None  # version of the weights that the learner keeps as a copy; None: no copy
-        )
+        # Version of the weights of which the learner keeps a copy; None: no copy.
+        self._copied_version: int | None = None
 
     def keep_weights(self) -> None:
         """Have the learner copy its current weights, to check the rollouts that they generate ahead."""

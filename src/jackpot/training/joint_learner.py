@@ -113,6 +113,7 @@ class JointLearner(Learner):
 
         for role, model in self.models.items():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
+            # Without a rollout model, its role has the policy too, which must not be frozen then.
             if role not in optimizers and (role == "policy" or rollout_model is not None):
                 model.requires_grad_(False)
 

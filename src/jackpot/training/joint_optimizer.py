@@ -88,6 +88,7 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
+        # The denominators of the gradients of all trained models.
         totals: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
         counts = dict(totals)  # denominators of the models that step now
         if self._accumulator:

@@ -74,8 +74,8 @@ class OldPolicySnapshot:
         ranks = dist.get_world_size()
         shares = [gathered.view(ranks, -1).unbind() for gathered in (keys, lengths, *columns.values())]
         for rank_keys, rank_lengths, *values in zip(*shares, strict=True):
-            # The share of each rank is padded to the longest share: keys and lengths by zeros, and the values by some
-            # that the last of these sizes cuts off.
+            # A rank's share is filled up with zeros to the longest share. So the last lengths may be 0, which gives
+            # empty rows, and the values may end with zeros, which the last of the sizes cuts off.
             sizes = [*rank_lengths.tolist(), len(values[0]) - int(rank_lengths.sum())]
             rank_rows = zip(*(column.split(sizes) for column in values), strict=True)
             for key, row in zip(rank_keys.tolist(), rank_rows, strict=False):
