@@ -140,7 +140,7 @@ class JointOptimizer:
         return {role: self._optimizers[role].state_dict() if role in self._optimizers else None for role in roles}
 
     def moments(self) -> Iterator[tuple[Role, Iterator[tuple[str, Tensor]]]]:
-        """Yield the moments of every model that is trained, by role."""
+        """Yield for each trained model its role, and the moments of its optimizer with their names."""
         return ((role, optimizer.moments()) for role, optimizer in self._optimizers.items())
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -233,7 +233,7 @@ class GradientAccumulator:
 class GradientSplit:
     """A measure of how the rollout model's gradient splits into its PPO part and its distillation part.
 
-    The parts are the gradients of eqs. 6 and 7 of Jackpot, arXiv 2602.06107.
+    The parts are the gradients of eqs. 6 and 7 of Jackpot, arXiv 2602.06107, with their weights in the loss.
 
     The split is measured in the gradient of the hidden states [N, H] that the head reads: both losses reach the
     backbone through them, as a sum. The PPO part takes a backward pass through the head alone. The distillation part is

@@ -121,7 +121,7 @@ def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> TypeGua
 
 
 def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Split columns [B, T, ...] into rows without padding, [T_i, ...], by rollout uid and name of the column."""
+    """Split named tensors [B, T, ...] into rows without padding, [T_i, ...]; return by rollout uid the rows by name."""
     lengths = batch.attention_mask.sum(-1).tolist()
     return {
         uid: {name: tensor[row, :length] for name, tensor in columns.items()}
@@ -147,7 +147,7 @@ def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]
 
 
 def column_on_host(columns: Sequence[tuple[TokenBatch, Tensor]]) -> dict[str, Tensor]:
-    """Copy one column of many micro-batches to the CPU as `rows_on_host` does; return its rows by rollout uid."""
+    """Copy a tensor of each micro-batch to the CPU, as `rows_on_host` copies several; return its rows by rollout uid."""
     rows = rows_on_host([(batch, {"": column}) for batch, column in columns])
     return {uid: row[""] for uid, row in rows.items()}
 
