@@ -27,7 +27,7 @@ ForwardFn = Callable[[TokenBatch, OldLogProbs | None], TokenScores]
 
 
 class BeforeBackward(NamedTuple):
-    """The totals of an optimizer step, summed over all ranks, as far as they are known before its first backward pass."""
+    """The totals with which an optimizer step begins its backward passes, summed over all ranks."""
 
     totals: Sums | None  # None: the forward pass of each rank's only micro-batch gives the totals
     are_provisional: bool  # True: totals of an earlier step; this step's are known after its backward passes
@@ -132,7 +132,7 @@ class HiddenNorms:
         hidden.register_hook(self._record)
 
     def spread(self, batch: TokenBatch) -> Tensor:
-        """Return the gradients' norms at the positions of the tokens: [B, T] float32, 0 where masked or without a gradient."""
+        """Return the gradients' norms at the tokens' positions: [B, T] float32, 0 where masked or without a gradient."""
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:

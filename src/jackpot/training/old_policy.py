@@ -147,7 +147,7 @@ def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]
 
 
 def column_on_host(columns: Sequence[tuple[TokenBatch, Tensor]]) -> dict[str, Tensor]:
-    """Copy a tensor of each micro-batch to the CPU, as `rows_on_host` copies several; return its rows by rollout uid."""
+    """Copy one tensor of each micro-batch to the CPU, as `rows_on_host` does several; return rows by rollout uid."""
     rows = rows_on_host([(batch, {"": column}) for batch, column in columns])
     return {uid: row[""] for uid, row in rows.items()}
 
