@@ -62,7 +62,7 @@ class Critic:
 
     Args:
         model: model for token classification with one label, trained in place.
-        micro_batch_tokens: most tokens in one of `batches`.
+        micro_batch_tokens: most tokens in one of the micro-batches that `batches` cuts.
     """
 
     def __init__(

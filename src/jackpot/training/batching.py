@@ -129,6 +129,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
     rollout_log_probs = pad(rollout.rollout_log_probs for rollout in rollouts)
     values = [item.values for item in samples if item.values is not None]  # all samples have values, or none has
     returns = [item.returns for item in samples if item.returns is not None]
+    # One key a response, from which the random numbers of OBRS's acceptance mask are hashed.
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
 
     return TokenBatch(
@@ -156,7 +157,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
 def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: bool = False) -> list[TokenBatch]:
     """Gather chosen rows of several batches in as few batches as possible, none larger than the largest of `batches`.
 
-    The new batches have what a model reads, advantages and versions. They have no top-k lists, and other uniforms.
+    The new batches have other random numbers of OBRS (`uniforms`), and neither values nor returns of a critic.
 
     Args:
         rows: indices of the chosen rows of each batch.
@@ -189,7 +190,7 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
 def empty_like(batch: TokenBatch) -> TokenBatch:
     """Return a micro-batch without sequences, for a rank that has nothing to train on and must run a pass all the same.
 
-    Models read the prompt of the first sequence of `batch`, so that the pass is as any other. The tensors that have a
+    It keeps the prompt of the first sequence of `batch`, so that models have something to read. The tensors that have a
     row for each sequence become [0, T], so that nothing is trained on. A batch without sequences is returned as it is.
     """
     if not batch.uids:
@@ -223,7 +224,7 @@ def _tokens(batch: TokenBatch, pads: bool) -> int:
 
 
 def _sample(batch: TokenBatch, row: int) -> TrainingSample:
-    """Return one sequence of a batch as the sample that it was made from, without what no model reads."""
+    """Return one sequence of a batch as the sample that it was made from, except for its reward, values and returns."""
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 

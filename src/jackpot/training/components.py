@@ -87,7 +87,7 @@ class RunComponents:
         return send_weights(engine, weights, self.learner.version)
 
     def take_events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of tasks and engines since the last call; `engine` names the setting of an engine."""
+        """Yield the events of tasks and engines since the last call; an engine's have its setting as `engine`."""
         for task in self.tasks:
             yield from task.take_events()
         for setting, engine in {"engine": self.engine, "evaluation.engine": self.policy_engine}.items():
@@ -126,4 +126,5 @@ def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version:
             f"sent {sent_digest[:12]}; training on its rollouts would be training on unknown weights"
         )
 
+    # Equal digests: none of the codes differ.
     return {"mismatch/codes_differ": Sum.number(0)} if codes else {}

@@ -33,6 +33,7 @@ def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[T
         p_engine. The mean of this ratio over the engine's tokens is the probability that top-p and top-k keep: p_engine
         sums to 1 over the tokens that are kept, and p_training, which is not truncated, sums to that probability.
     """
+    # Compare with the log-probs of the model that sampled the response.
     log_probs = old.rollout_model_old_log_probs
     if batch.by_policy is not None:
         log_probs = torch.where(batch.by_policy[:, None], old.old_log_probs, log_probs)
@@ -47,11 +48,11 @@ def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[T
 
 
 class GapEvidence:
-    """The evidence in a run that, at some depth, an engine's log-probs have moved away from training's.
+    """The evidence in a run that, at some position in responses (depth), an engine's log-probs have left training's.
 
     For a prompt and a range of depths, let x be the mean |p_engine - p_training| of the tokens at these depths in all
-    responses to the prompt. Let L be the largest mean over prompts that x may have: MAY_GROW times the mean of x in
-    earlier batches (in this range, or in a shallower range if it is larger there), and at least what is always allowed.
+    responses to the prompt. Let L be the limit of the mean of x over prompts: MAY_GROW times the mean of x in earlier
+    batches (in this range, or in a shallower range if it is larger there), and at least what is always allowed.
 
     Every range has a bet (`Bets`): each prompt multiplies it by (1 + x / L) / 2, whose mean is at most 1 as long as the
     mean of x is at most L. The means of earlier batches count an x above L as L. In the first batches, which are not
@@ -75,12 +76,13 @@ class GapEvidence:
         Raises:
             EngineError: the gaps are larger than they were in earlier batches.
         """
-        means = _means_by_depth(rollouts, gaps)
+        means = _means_by_depth(rollouts, gaps)  # mean gap of each prompt in each range of depths, [P, D]
         known = means.isfinite()
         if not known.any():
             return self._bets.share
 
-        # Limits of x by range of depths (L), from earlier batches; the first batches are not judged.
+        # Compute each range's limit of the mean gap from earlier batches, at least that of the shallower ranges. The
+        # first batches are not judged.
         usual = torch.where(self._counts > 0.0, self._sums / self._counts, 0.0).cummax(0).values
         limits = (MAY_GROW * usual).clamp(min=always)
         self._batches += 1
@@ -91,20 +93,20 @@ class GapEvidence:
         else:
             limits = torch.full_like(limits, MAY_GROW * always)
 
-        # Learn from x, cut off at the limits.
+        # Learn from the mean gaps, cut off at the limits.
         means = torch.minimum(means, limits)
         self._sums = MEMORY * self._sums + means.nansum(0)
         self._counts = MEMORY * self._counts + known.sum(0)
         return self._bets.share
 
 
-def _error_text(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
-    """Describe, for the error, the gaps in one range of depths and how large they may be."""
-    first, gap = 2**depth, float(means[:, depth].nanmean())
+def _error_text(index: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
+    """Describe, for the error, the gaps in range `index` of depths, which begins at 2**index, and their limit."""
+    first, gap = 2**index, float(means[:, index].nanmean())
     return (
         f"the engine's log-probs have moved away from training's: at the tokens {first} to {2 * first - 1} of "
-        f"responses they differ in probability by {gap:.2g} on average in this batch, and by {float(usual[depth]):.2g} "
-        f"at such depths in the batches before; {float(limits[depth]):.2g} is allowed. No step on this batch is saved. "
+        f"responses they differ in probability by {gap:.2g} on average in this batch, and by {float(usual[index]):.2g} "
+        f"at such depths in the batches before; {float(limits[index]):.2g} is allowed. No step on this batch is saved. "
         f"Likely causes: an engine that changes its settings or weights while it runs, or computes long responses "
         f"otherwise than short ones. Start the engine anew and continue with the same command; where the gap is meant, "
         f"set guard.check_engine=false"
@@ -112,7 +114,10 @@ def _error_text(depth: int, means: Tensor, usual: Tensor, limits: Tensor) -> str
 
 
 def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tensor:
-    """Return the mean gap of each prompt in each range of depths, [P, D] float64; NaN where no gap is known."""
+    """Return the mean gap of each prompt's tokens in each range of depths, [P, D] float64; NaN where none is known.
+
+    A gap is a token's |p_engine - p_training|; its depth is its position in the response, counted from 1.
+    """
     prompts: dict[str, int] = {}
     prompt_indices = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()

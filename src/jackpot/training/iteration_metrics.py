@@ -89,6 +89,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 
 def metric_values(sums: Sums) -> dict[str, float]:
     """Return the value of every metric by name, derived metrics included; this waits for the device once."""
+    # The effective sample sizes of prefixes of responses are NaN where they are of few tokens.
     values: dict[str, Tensor] = {
         name: _of_many(metric, metric.value)
         if isinstance(metric, EffectiveSampleSize) and _PREFIX in name
@@ -123,12 +124,13 @@ def _acceptance_error(sums: Sums) -> Tensor:
     response. It is at least the error of independent acceptances, whose variance is Z (1 - Z) at most: where rejections
     are rare, a batch without any would show no spread at all.
     """
+    # `variances` sums up Z (1 - Z) of all tokens.
     by_response, variances = ClusteredMean.named(sums, _BY_RESPONSE), Mean.named(sums, _VARIANCE)
     return torch.maximum(by_response.standard_error, variances.total.sqrt() / variances.count)
 
 
 def _of_many(metric: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
-    """Return `share`, the effective share of a metric's tokens, or NaN if these are fewer than `FEWEST_TOKENS`."""
+    """Return `share`, a metric's effective sample size per token, or NaN for fewer tokens than `FEWEST_TOKENS`."""
     return torch.where(metric.count < FEWEST_TOKENS, torch.nan, share)
 
 

@@ -90,12 +90,14 @@ class JointForward:
         return self.scores(batch, self.outputs(batch, old), old)
 
     def send(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
-        """Check a micro-batch while it is on the CPU, where no check waits for the device, and copy it to the device.
+        """Copy a micro-batch to the device, after a check that an exact Z, if one is due, can be computed for it.
+
+        The check is made while the micro-batch is on the CPU, so that nothing waits for the device.
 
         Raises:
             ConfigError: as `check_exact`.
         """
-        if not self._options.is_mixed:
+        if not self._options.is_mixed:  # one model sampled all rollouts
             batch = replace(batch, by_policy=None)
         if self._normalizer(old) == "exact":
             check_exact(self.weights_are_current(batch), batch.response_mask)
@@ -130,8 +132,8 @@ class JointForward:
 
         # Replace Z and lam by those that the budget has chosen.
         z, lam = (batch.spread(column.to(scores.log_probs.dtype)) for column in outputs.budgeted)
-        # At tokens that the policy sampled itself, the distributions of Z = sum min(q, p / lam) are one, p = q. So Z is
-        # the budget at lam = 1 / budget.
+        # Z is the sum of min(p_inf, p_target / lam). At tokens that the policy sampled itself, p_inf and p_target are
+        # one distribution, so Z is min(1, 1 / lam), which is the budget at lam = 1 / budget.
         if batch.by_policy is not None:
             is_own = batch.by_policy[:, None] & batch.response_mask
             z, lam = torch.where(is_own, objective.budget, z), torch.where(is_own, 1.0 / objective.budget, lam)
@@ -143,8 +145,9 @@ class JointForward:
         def log_probs() -> Tensor:
             """Compute the log-probs of the N sampled tokens, [N]."""
             hidden, temperature = response_hidden(self._models["policy"], batch), self._options.temperature
+            # Where the engine truncates its distribution, normalize the log-probs on the tokens that it kept.
             if self._options.on_support:
-                (policy_head,) = self._head.heads(hidden, None)
+                (policy_head,) = self._head.heads(hidden, None)  # None: the rollout model is not read
                 sampled_log_probs, _ = scores_on_support(policy_head, batch, temperature)
                 return sampled_log_probs
             ids = batch.at_sampled(batch.response_ids)
@@ -183,7 +186,7 @@ class JointForward:
             return self._gathered(work) if self._gathered else work()
 
     def _normalizer(self, old: OldLogProbs | None) -> str:
-        """Return how to estimate Z: as the objective says, or by `topk` where `old` holds the Z that is used."""
+        """Return how to estimate Z: as the objective says, or by `topk` where the correction uses the Z in `old`."""
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
@@ -192,7 +195,8 @@ class JointForward:
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))
 
-        # An exact Z is summed by the head at the correction's lam or, for a budget, by `z_for_budget` below.
+        # The head sums an exact Z at the correction's lam. But where the correction has a budget, the Z that all tokens
+        # shall have, `z_for_budget` below finds the lam at which Z is the budget, and Z at this lam.
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
         head = self._head(
@@ -207,6 +211,7 @@ class JointForward:
 
         reference_kl = None
         if self.reference and is_trained:
+            # A head that reads both models has an output for each, a head that reads the policy alone is its output.
             log_probs = head.policy.log_probs if self.runs_both else head.log_probs
             reference_kl = self.reference.kl(batch, hidden["policy"], log_probs)
 

@@ -82,12 +82,13 @@ class JointLearner(Learner):
         models: `policy`, with fp32 weights, and `rollout_model` unless the policy generates its own rollouts. Models
             with an optimizer are trained in place; a model without is frozen.
         optimizers: optimizers of the trained models.
-        objective, rollout_model_objective: the parts of eq. 8; the second is None unless the rollout model is trained.
+        objective, rollout_model_objective: the losses of the two models, whose sum is eq. 8 of Jackpot, arXiv
+            2602.06107; the second is None unless the rollout model is trained.
         options: further settings.
         critic: critic of PPO; None for advantages that need rewards alone.
         reference: reference model of the objective's `kl_loss_coef`; None without one.
-        gathered: all models, with critic and reference, where they are sharded over ranks, as the optimizers'
-            parameters then are. None: this process holds whole models.
+        gathered: holder of all models, with critic and reference, where they are sharded over ranks; the parameters of
+            the optimizers are then sharded too. None: this process holds whole models.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class JointLearner(Learner):
 
         for role, model in self.models.items():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
+            # Without a rollout model, its role has the policy too, which must not be frozen then.
             if role not in optimizers and (role == "policy" or rollout_model is not None):
                 model.requires_grad_(False)
 
@@ -197,6 +199,7 @@ class JointLearner(Learner):
 
         snapshot = OldPolicySnapshot()
         batches = [batch for mini_batch in mini_batches for batch in mini_batch]
+        # Read each rollout once, though each epoch has it anew, and fetch the log-probs that other ranks have computed.
         with torch.no_grad():
             for batch in first_readings(batches):
                 snapshot.add(batch, OldLogProbs.of(self._forward(self._forward.send(batch, None))))
@@ -213,7 +216,8 @@ class JointLearner(Learner):
         """Take one optimizer step of policy and critic and, with `steps_rollout_model`, of the rollout model.
 
         Args:
-            trace: as in `train`.
+            trace: also return what costs extra: per-token columns for saved rollouts, and how the rollout model's
+                gradient splits into the gradients of its two losses.
             steps_rollout_model: False to keep adding up the rollout model's gradient instead of stepping it.
 
         Returns:
@@ -242,7 +246,7 @@ class JointLearner(Learner):
             passes, repair_metrics = self._repair.apply(passes, totals)
             metrics.append(repair_metrics)
 
-        # Report the correction with the totals that its weights contain: this step's, or none for `kappa: none`.
+        # Report the correction with the totals that its weights contain: this step's, or none where `kappa` is "none".
         used_totals = totals if known.totals is None or known.are_provisional else known.totals
         reports = [
             policy_report(self._objective, micro.terms, micro.correction, used_totals, self._options.max_length)
@@ -284,6 +288,7 @@ class JointLearner(Learner):
 
         scores = self._forward.scores(batch, outputs, micro.old)
         old = micro.old or OldLogProbs.of(scores)
+        # `measured` is this micro-batch's part of the totals.
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         # If no totals are known, this is the only micro-batch of the rank: sums over the ranks are the step's totals.
         totals = all_reduce_sums(measured) if known.totals is None else known.totals
@@ -341,14 +346,14 @@ class JointLearner(Learner):
 
     def _writers(self, folder: Path, roles: Sequence[Role]) -> Iterator[Callable[[], list[Path]]]:
         """Yield functions that write this rank's part of each model, and of each optimizer's moments."""
-        share = self._gathered.part if self._gathered else WHOLE
+        part = self._gathered.part if self._gathered else WHOLE
         for role in roles:
             model = self.critic.model if self.critic and role == "critic" else self.models[role]
-            yield model_writer(model, folder / role, share)
+            yield model_writer(model, folder / role, part)
         # Each tensor of moments is gathered on one rank, the one with the fewest bytes so far.
         for role, moments in self._optimizer.moments():
-            tensors = {name: moment.cpu() for name, moment in gather(moments, Dealer(share.size))}
-            yield partial(write_part, share.path(folder / _MOMENTS, role), tensors)
+            tensors = {name: moment.cpu() for name, moment in gather(moments, Dealer(part.size))}
+            yield partial(write_part, part.path(folder / _MOMENTS, role), tensors)
 
     def state_dict(self) -> dict[str, Any]:
         objective, reference = self._rollout_objective, self._forward.reference

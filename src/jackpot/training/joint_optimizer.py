@@ -40,8 +40,9 @@ class JointOptimizer:
         regularized: True where the policy has a gradient even if all advantages are 0.
         rollout_model_each_step: True where the rollout model steps with the policy; else its gradients add up until
             `step` is called with `steps_rollout_model`.
-        ess_scaling: key of `EFFECTIVE_SHARES`. The policy's learning rate is multiplied by the square root of this
-            share, as VCPO does with the share of responses, arXiv 2602.17616 (mit-han-lab/vcpo,
+        ess_scaling: key of `EFFECTIVE_SHARES`, functions that return the effective sample size of a step as a share of
+            its samples. The policy's learning rate is multiplied by the square root of the share, as VCPO does with
+            responses as samples, arXiv 2602.17616 (mit-han-lab/vcpo,
             verl/workers/actor/megatron_actor.py, commit c7f030f). None: the learning rate is not scaled.
     """
 
@@ -55,7 +56,7 @@ class JointOptimizer:
     ) -> None:
         self._optimizers: dict[Role, ModelOptimizer] = dict(optimizers)
         self._regularized = regularized
-        self._share = EFFECTIVE_SHARES[ess_scaling] if ess_scaling else None
+        self._effective_share = EFFECTIVE_SHARES[ess_scaling] if ess_scaling else None
         self._accumulator: GradientAccumulator | None = None
         if "rollout_model" in optimizers and not rollout_model_each_step:
             self._accumulator = GradientAccumulator(optimizers["rollout_model"])
@@ -87,6 +88,7 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
+        # The denominators of the gradients of all trained models.
         totals: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
         counts = dict(totals)  # denominators of the models that step now
         if self._accumulator:
@@ -118,8 +120,8 @@ class JointOptimizer:
             optimizer, scale = self._optimizers[role], 1.0
             why = self._reason_to_skip(role, metrics, tokens, denominators[role])
 
-            if role == "policy" and self._share and not why:
-                share = float(self._share(metrics))  # NaN where no sample has a weight
+            if role == "policy" and self._effective_share and not why:
+                share = float(self._effective_share(metrics))  # NaN where no sample has a weight
                 scale = math.sqrt(share) if share > 0.0 else 0.0
                 metrics["policy/ess_scale"] = Mean.number(scale)
 
@@ -138,7 +140,7 @@ class JointOptimizer:
         return {role: self._optimizers[role].state_dict() if role in self._optimizers else None for role in roles}
 
     def moments(self) -> Iterator[tuple[Role, Iterator[tuple[str, Tensor]]]]:
-        """Yield the moments of every model that is trained, by role."""
+        """Yield for each trained model its role, and the moments of its optimizer with their names."""
         return ((role, optimizer.moments()) for role, optimizer in self._optimizers.items())
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -157,14 +159,16 @@ class JointOptimizer:
         return self._optimizers[role].clip().to(count.device)
 
     def _reason_to_skip(self, role: Role, metrics: Sums, tokens: float, count: float) -> str | None:
-        """Return why a model does not step, or None if it does. `count` is the denominator of the model's gradient.
+        """Return why a model does not step, or None if it does.
 
-        A zero gradient is a reason, because AdamW would still move the weights by its momentum.
+        A zero gradient is a reason, because AdamW would still move the weights by its momentum. `tokens` is the number
+        of sampled tokens of this optimizer step. `count` is the denominator of the model's gradient.
         """
         # An accumulated gradient is finite: `GradientAccumulator.add` leaves out steps that are not.
         accumulates = role == "rollout_model" and self._accumulator is not None
         if metrics["health/non_finite_steps"].value > 0 and not accumulates:
             return NON_FINITE
+        # An accumulated gradient is without tokens if all its steps were left out, any other if this step has none.
         if (count if accumulates else tokens) == 0:
             return "no token"
         if role == "policy" and not self._regularized:
@@ -184,7 +188,7 @@ class GradientAccumulator:
         self._count = torch.zeros((), dtype=torch.float64)
 
     def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
-        """Add the gradient of one optimizer step and its denominator, and clear the gradient in the parameters.
+        """Move the gradient of one optimizer step from the parameters into the sum, and add up its denominator.
 
         A step with a non-finite gradient, of this model on any rank or of another model, adds nothing. All scalars stay
         on the device, so that the CPU does not wait.
@@ -214,9 +218,9 @@ class GradientAccumulator:
         return is_added
 
     def pop(self) -> Tensor:
-        """Move the sum into the parameters as their gradient, and return the sum's denominator, a scalar.
+        """Move the sum of the gradients back into the parameters, and return its denominator, a scalar.
 
-        Call `add` at least once before.
+        The next sum begins at 0. Call `add` at least once before.
         """
         for parameter, grad in zip(self._parameters, self._saved, strict=True):
             parameter.grad = grad
@@ -227,7 +231,9 @@ class GradientAccumulator:
 
 
 class GradientSplit:
-    """A measure of how the rollout model's gradient splits into PPO (eq. 6) and distillation (eq. 7).
+    """A measure of how the rollout model's gradient splits into its PPO part and its distillation part.
+
+    The parts are the gradients of eqs. 6 and 7 of Jackpot, arXiv 2602.06107, with their weights in the loss.
 
     The split is measured in the gradient of the hidden states [N, H] that the head reads: both losses reach the
     backbone through them, as a sum. The PPO part takes a backward pass through the head alone. The distillation part is
@@ -244,9 +250,9 @@ class GradientSplit:
         hidden.register_hook(self._measure)
 
     def _measure(self, gradient: Tensor) -> None:
-        """Sum the squares of the PPO part and of the distillation part, and the products of the two, into `sums`.
+        """Split a gradient into PPO part and distillation part; sum the squares of each and their products into `sums`.
 
-        `gradient`, [N, H], is that of both losses together.
+        `gradient`, [N, H], is the gradient of both losses together at the hidden states.
         """
         ppo, distill = self._ppo.float(), gradient.float() - self._ppo
         products = {"ppo": ppo * ppo, "distill": distill * distill, "product": ppo * distill}

@@ -1,4 +1,4 @@
-"""The sums over an optimizer step that the policy's correction needs; OBRS computes kappa = sum a / sum Z from them.
+"""Sums over an optimizer step for the policy's correction; OBRS scales weights by kappa = sum of acceptance / sum of Z.
 
 `StepTotals` finds the sums; `KappaRepair` mends a gradient that was computed with the kappa of another step.
 """
@@ -27,7 +27,7 @@ ForwardFn = Callable[[TokenBatch, OldLogProbs | None], TokenScores]
 
 
 class BeforeBackward(NamedTuple):
-    """The totals that are known before the first backward pass of an optimizer step, over all ranks."""
+    """The totals with which an optimizer step begins its backward passes, summed over all ranks."""
 
     totals: Sums | None  # None: the forward pass of each rank's only micro-batch gives the totals
     are_provisional: bool  # True: totals of an earlier step; this step's are known after its backward passes
@@ -37,11 +37,11 @@ class BeforeBackward(NamedTuple):
 class StepTotals:
     """The totals of an optimizer step, found in the cheapest way that the correction allows.
 
-    From the totals OBRS estimates kappa = sum of acceptance / sum of Z. They cost nothing where no rank has more than
-    one micro-batch in the step, or where the old log-probs suffice (`holds_target`). Elsewhere `kappa: prepass` takes
-    one more forward pass without gradient. `kappa: auto` begins with the totals of the last step in which the policy
-    moved, none at first, and `KappaRepair` corrects the gradient once the totals of this step are known. Regularizers
-    of the loss do not scale with kappa, so with them `auto` does what `prepass` does.
+    OBRS scales its weights by kappa = sum of acceptance / sum of Z, computed from the totals. They cost nothing where
+    no rank has more than one micro-batch in the step, or where the old log-probs suffice (`holds_target`). Elsewhere
+    `kappa: prepass` takes one more forward pass without gradient. `kappa: auto` begins with the totals of the last step
+    in which the policy moved, none at first, and `KappaRepair` corrects the gradient once the totals of this step are
+    known. Regularizers of the loss do not scale with kappa, so with them `auto` does what `prepass` does.
 
     All ranks decide together which passes run, so that all run equal passes, and so that the way to find kappa does not
     depend on the number of ranks.
@@ -90,15 +90,15 @@ class StepTotals:
         )
 
     def keep(self, totals: Sums) -> None:
-        """Keep the totals of a finished step, in which the policy moved, for the next step."""
+        """Keep the totals of a finished step that moved the policy, for the next step."""
         self._last = totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the kept totals as plain values and tensors, which torch loads with `weights_only`."""
+        """Return the totals of the last step that moved the policy, in a form that torch loads with `weights_only`."""
         return {name: [type(entry).__name__, *entry] for name, entry in self._last.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep the totals that `state_dict` returned before, for the next step."""
+        """Take the totals that `state_dict` returned as those of the last step that moved the policy."""
         kinds = {kind.__name__: kind for kind in Metric.__subclasses__()}
         self._last = {name: kinds[kind](*fields) for name, (kind, *fields) in state.items()}
 
@@ -132,7 +132,7 @@ class HiddenNorms:
         hidden.register_hook(self._record)
 
     def spread(self, batch: TokenBatch) -> Tensor:
-        """Return the norms at the positions of their tokens: [B, T] float32, 0 where masked or without a gradient."""
+        """Return the gradients' norms at the tokens' places: [B, T] float32, 0 where masked or without a gradient."""
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:
@@ -143,8 +143,9 @@ class HiddenNorms:
 class KappaRepair:
     """The repair of a policy gradient that was computed with the totals of an earlier optimizer step.
 
-    Let kappa be that of this step, kappa_0 that of the earlier step, w(kappa) a token's weight, which is linear in
-    kappa except where a cap holds it, S the surrogate and m the acceptance mask. The policy's gradient is
+    Let kappa be the ratio of this step's totals (sum of acceptance / sum of Z), kappa_0 that of the earlier step's,
+    w(kappa) a token's weight, which is linear in kappa except where a cap holds it, S the surrogate and m the
+    acceptance mask. The policy's gradient is
 
         G(kappa) = - sum m w(kappa) dS = s G(kappa_0) - sum m delta dS      s = kappa / kappa_0
         delta    = w(kappa) - s w(kappa_0)                                  0 unless a cap holds w(kappa) or w(kappa_0)
@@ -199,12 +200,13 @@ class KappaRepair:
         """
         correction = self._objective.correction
         final = [replace(micro, correction=correction.apply(micro.terms.inputs, totals)) for micro in passes]
-        # s, by which the gradient is multiplied, and delta, the weights that the gradient lacks then.
+        # The factor s by which the gradient is multiplied, and delta, the weight that each token then lacks in it.
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
         norms = [old.norms for old in passes if old.norms is not None]  # every pass has norms: all are provisional
-        # |delta / (s w(kappa_0))| |dL/dh| of each token, 0 where delta is 0.
+        # What each token adds to the error if its sequence is not read again: |delta / (s w(kappa_0))| |dL/dh|, with h
+        # the hidden state that predicts the token; 0 where delta is 0.
         errors = [
             torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * pass_norms)
             for delta, old, pass_norms in zip(deltas, passes, norms, strict=True)
@@ -233,7 +235,7 @@ class KappaRepair:
         """
         batches = [micro.batch for micro in passes]
         rows: list[list[int]] = []
-        columns: dict[str, dict[str, Tensor]] = {}
+        columns_by_uid: dict[str, dict[str, Tensor]] = {}
         remaining_flags = iter(flags)
 
         # For each flagged sequence, its row in its batch, and by uid the columns that the loss of the sequence needs.
@@ -244,14 +246,14 @@ class KappaRepair:
             pass_columns = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
             for row in rows[-1]:
                 length = int(batch.attention_mask[row].sum())
-                columns[batch.uids[row]] = {name: column[row, :length] for name, column in pass_columns.items()}
+                columns_by_uid[batch.uids[row]] = {name: column[row, :length] for name, column in pass_columns.items()}
 
         # Read the flagged sequences again, gathered in few batches.
         repairs = regroup(batches, rows, self._pads)
         most_repairs = max_over_ranks(len(repairs))
 
         for batch in repairs:
-            batch_rows = [columns[uid] for uid in batch.uids]
+            batch_rows = [columns_by_uid[uid] for uid in batch.uids]
             padded = {name: pad_sequence([row[name] for row in batch_rows], batch_first=True) for name in batch_rows[0]}
             self._backward(batch, **padded)
         nothing = deltas[0][:0]  # [0, T]
@@ -262,7 +264,8 @@ class KappaRepair:
         """Add the gradient of a batch's surrogates, weighted by `delta`, to the parameters' gradient.
 
         Args:
-            delta, proximal, counted: [B, T] weights, proximal log-probs, and which tokens the loss counts.
+            delta: [B, T] weight that each token still lacks in the gradient.
+            proximal, counted: [B, T] proximal log-probs, and which tokens the loss counts.
         """
         batch = batch_to(batch, delta.device)
         surrogate = self._objective.surrogate_of(self._log_probs(batch), proximal, batch).value
@@ -271,7 +274,10 @@ class KappaRepair:
 
 
 def _delta(final_weights: Tensor, used_weights: Tensor) -> Tensor:
-    """Return the final weights minus the used ones, 0 where they differ by rounding alone; all [B, T]."""
+    """Return the weight that each token still lacks in the gradient, `final_weights` - `used_weights`: all [B, T].
+
+    It is 0 where the two differ by rounding alone.
+    """
     delta = final_weights - used_weights
     return torch.where(delta.abs() > ROUNDING * final_weights.abs(), delta, 0.0)
 
@@ -280,8 +286,8 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
     """Estimate the relative error of the policy's gradient over all ranks, and choose the sequences to read again.
 
     Args:
-        token_errors: |delta_i / (s w_i)| |dL/dh_i| of each micro-batch, [B, T].
-        norms: |dL/dh_i| of each micro-batch, [B, T].
+        token_errors: for each micro-batch, what each token adds to the error if its sequence is not read again, [B, T].
+        norms: for each micro-batch, the norm of the gradient at the hidden state that predicts each token, [B, T].
         tolerance: largest error that all sequences which are not chosen may have together.
 
     Returns:
@@ -291,7 +297,7 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
     squares = torch.cat([errors.double().sum(-1).square() for errors in token_errors])
     ascending = all_gather(squares).sort().values  # squared errors of the sequences of all ranks
     norm = sum((pass_norms.double().square().sum() for pass_norms in norms), start=squares.new_zeros(()))
-    # What makes the sum of squared errors a squared relative error, enlarged by the margin.
+    # A sum of squared errors times this factor is a squared relative error, enlarged by the margin.
     factor = MARGIN**2 / all_reduce_sums({"norms": Sum(norm)})["norms"].value
 
     # For each sequence, the relative error that is left if it and all with smaller squares are not read again.

@@ -117,7 +117,7 @@ class Learner(Scorer, ABC):
         in `adapter/`.
 
         Returns:
-            Checksums of the large files, which are then safe on the disk, by their paths in `folder`.
+            Checksums of the large files by their paths in `folder`; these files are flushed to the disk.
 
         Raises:
             CheckpointError: a file cannot be written.

@@ -89,7 +89,7 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
 
 
 def two_errors(problems: int, accuracy: float) -> float:
-    """Return two standard errors of the difference between two evaluations on `problems` problems.
+    """Return two standard errors of the difference in accuracy between two evaluations on `problems` problems.
 
     It is computed as if each evaluation had two more right and two more wrong answers, so that it is not 0 where all
     answers are right, or all wrong.

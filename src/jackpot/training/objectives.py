@@ -1,4 +1,4 @@
-"""Construction of the objectives of eq. 8, of policy and rollout model, from the settings."""
+"""Construction of the objectives of policy and rollout model, eq. 8 of Jackpot (arXiv 2602.06107), from settings."""
 
 import math
 from functools import partial

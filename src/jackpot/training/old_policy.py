@@ -40,7 +40,8 @@ class OldPolicySnapshot:
 
     def __init__(self) -> None:
         self._rows: dict[int, dict[str, Tensor]] = {}  # for each rollout, by its key (`_keys`): tensors [T] by name
-        self._empty: dict[str, Tensor] = {}  # by name, a tensor [0, T] of the right dtype, for batches without rollouts
+        # By name, a tensor [0, T] of the right dtype, for batches without rollouts.
+        self._empty_columns: dict[str, Tensor] = {}
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
         """Store the old log-probs of a micro-batch."""
@@ -50,7 +51,7 @@ class OldPolicySnapshot:
             **old.z._asdict(),
             **({} if old.lam is None else {"lam": old.lam}),
         }
-        self._empty = {name: column[:0] for name, column in columns.items()}
+        self._empty_columns = {name: column[:0] for name, column in columns.items()}
         rows = by_rollout(batch, columns)
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
@@ -60,20 +61,21 @@ class OldPolicySnapshot:
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 
-        # Gather the keys and lengths of all stored rows, and for each column the values of the rows in one tensor.
+        # Gather the keys and lengths of all stored rows, and for each column the values of the rows in one tensor. The
+        # empty column gives the dtype where a rank has no rows.
         rows = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
         lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in rows], dtype=torch.int64))
         columns = {
             name: all_gather(torch.cat([empty.flatten(), *(row[name] for row in rows)]))
-            for name, empty in self._empty.items()
+            for name, empty in self._empty_columns.items()
         }
 
         ranks = dist.get_world_size()
         shares = [gathered.view(ranks, -1).unbind() for gathered in (keys, lengths, *columns.values())]
         for rank_keys, rank_lengths, *values in zip(*shares, strict=True):
-            # The share of each rank is padded to the longest share: keys and lengths by zeros, and the values by some
-            # that the last of these sizes cuts off.
+            # A rank's share is filled up with zeros to the longest share. So the last lengths may be 0, which gives
+            # empty rows, and the values may end with zeros, which the last of the sizes cuts off.
             sizes = [*rank_lengths.tolist(), len(values[0]) - int(rank_lengths.sum())]
             rank_rows = zip(*(column.split(sizes) for column in values), strict=True)
             for key, row in zip(rank_keys.tolist(), rank_rows, strict=False):
@@ -86,14 +88,14 @@ class OldPolicySnapshot:
             name: pad_sequence([row[name] for row in rows], batch_first=True)
             if rows
             else empty.new_zeros(batch.response_mask.shape)
-            for name, empty in self._empty.items()
+            for name, empty in self._empty_columns.items()
         }
         z = ZEstimate(**{name: padded.pop(name) for name in ZEstimate._fields})
         return OldLogProbs(z=z, **padded)
 
 
 def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Return the batches to read so that each rollout of any rank is read at least once.
+    """Return the batches that this rank has to read, so that some rank reads each rollout of all ranks.
 
     All ranks leave out the batches with equal numbers i: those where every rollout that any rank has in its batch i is
     also in an earlier batch of some rank.
@@ -119,7 +121,7 @@ def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> TypeGua
 
 
 def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Split columns [B, T, ...] into rows without padding, [T_i, ...], by rollout uid and name of the column."""
+    """Split named tensors [B, T, ...] into rows without padding, [T_i, ...]; return by rollout uid the rows by name."""
     lengths = batch.attention_mask.sum(-1).tolist()
     return {
         uid: {name: tensor[row, :length] for name, tensor in columns.items()}
@@ -128,7 +130,7 @@ def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[
 
 
 def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
-    """Copy tensors of many micro-batches to the CPU in one transfer, and split them into rows of single rollouts.
+    """Copy tensors of many micro-batches to the CPU in one transfer, and split them into a row for each rollout.
 
     Args:
         micro_batches: pairs of a micro-batch, on the CPU, and its columns: tensors [B, T, ...] by name, on the device.
@@ -145,7 +147,7 @@ def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]
 
 
 def column_on_host(columns: Sequence[tuple[TokenBatch, Tensor]]) -> dict[str, Tensor]:
-    """Copy one column of many micro-batches to the CPU as `rows_on_host` does; return its rows by rollout uid."""
+    """Copy one tensor of each micro-batch to the CPU, as `rows_on_host` does several; return rows by rollout uid."""
     rows = rows_on_host([(batch, {"": column}) for batch, column in columns])
     return {uid: row[""] for uid, row in rows.items()}
 

@@ -44,8 +44,8 @@ class Ranks:
     All ranks carry out a command at the same time, so that their collective calls (sums of gradients, gathered weights)
     meet. Commands and replies are messages over gloo (`core.messages`).
 
-    Rank 0 may generate rollouts for hours between two commands, so it sends signs of life, a few within each time-out,
-    and a rank waits for a command as long as they come. Within a command, the time-out of the default group holds.
+    Rank 0 may generate rollouts for hours between two commands, so it sends signs of life, a few within each time-out.
+    A rank waits for a command as long as these signs come. Within a command, the time-out of the default group holds.
 
     Args:
         run: the run folder, in which every rank writes its newest command.
@@ -127,7 +127,7 @@ class Ranks:
     @contextmanager
     def _command(self, sequence_number: int, name: str) -> Iterator[None]:
         """Record in this rank's file that a command runs, and, after the block, that it is done or has failed."""
-        self._last.begin(sequence_number, name)
+        self._last.begin(sequence_number, name)  # `_last` writes the file
         self._is_idle = False
         try:
             with self._lost_named(str(self._last)):
@@ -173,6 +173,7 @@ class Ranks:
         head = _ALIVE.clone()
         while torch.equal(head, _ALIVE):
             dist.recv(head, rank, group=group)
+        # A size that does not come with its bitwise complement is none: the connection gave other bytes.
         size, complement = head.tolist()
         if size != ~complement:
             raise MessageError(
@@ -287,7 +288,7 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
     learner: list[JointLearner] = []  # this rank's learner; empty until the first command `build`
 
     def do(name: str, arguments: dict[str, Any]) -> Any:
-        """Carry out one command, and return the reply to rank 0."""
+        """Carry out one command with this rank's learner, and return what rank 0 needs of its result."""
         if name == "build":
             learner.clear()  # frees the models before the next learner loads its own
             learner.append(build(arguments))
@@ -295,7 +296,7 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
         result = _work(learner[0], name, arguments)
         if name == "train":
             return _traces_and_gaps(result)
-        return result if name in _REPLIED else None
+        return result if name in _REPLIED else None  # of the other commands, rank 0 needs its own result alone
 
     ranks.follow(do)
 

@@ -109,20 +109,22 @@ class Bets:
         self.products = torch.full_like(shares, -math.inf)  # log of the weighted sum of each bet's products
 
     def add(self, logs: Tensor) -> float:
-        """Begin a new product of each bet, then multiply all products of a bet by its factor; return `share`.
+        """Multiply all running products of each bet by the bet's factor in a new batch; return `share`.
 
-        `logs` are the logs of the factors of all bets in this batch, [bets].
+        Each bet first begins one more product at 1. `logs` are the logs of the factors of all bets, [bets].
         """
         self._batches += 1
-        begun = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
-        self.products = torch.logaddexp(self.products, self._weights + math.log(begun)) + logs
+        # The weight of the products that begin now, in the average of a bet's products (see the class).
+        new_weight = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
+        self.products = torch.logaddexp(self.products, self._weights + math.log(new_weight)) + logs
         return self.share
 
     @property
     def share(self) -> float:
-        """Return the evidence against the engine: the log of the average product, divided by log(1 / FALSE_ALARM).
+        """Return the evidence against the engine, as a share of the evidence at which a run ends.
 
-        At 1 the run ends; a number below 0 is no evidence against the engine.
+        It is the log of the weighted average of all products, divided by log(1 / FALSE_ALARM). A number below 0 is no
+        evidence against the engine.
         """
         return float(self.products.logsumexp(0)) / -math.log(FALSE_ALARM) if self._batches else 0.0
 
@@ -130,17 +132,17 @@ class Bets:
 class SamplingEvidence:
     """The evidence in a run that an engine samples from another distribution than it reports.
 
-    A bet (`Bets`) has a factor for every token or response, with mean 1 if that was drawn as reported. Kinds of bets:
+    A bet (`Bets`) has a factor for every token or response, whose mean is 1 if the engine draws as it reports. Kinds:
 
     - Another temperature. For a token x let f(x) be its reported log-prob, at least FLOOR; for a token outside the
       top-k list, f is the smallest f in the list. For every d in TILTS the factor is exp(d f(x)) / E[exp(d f)], with E
       over the reported distribution. It is the likelihood ratio of an engine whose temperature is divided by 1 + d.
-    - Equal responses, as when all have one seed. The probability p that a response equals an earlier one of its group
+    - Equal responses, as if all had one seed. The probability p that a response equals an earlier one of its group
       is at most the sum of the probabilities reported for the earlier ones. For every b in REPEATS the factor is 1 - b,
       plus b / p where the response does equal an earlier one.
     - One token too often or too rarely. For each of the tokens v that the first batch should have drawn most, and every
-      d in BIASES, the factor is (1 + d [x = v]) / (1 + d p(v)) where the list has v. It is the likelihood ratio of an
-      engine that multiplies the weight of v by 1 + d.
+      d in BIASES, the factor is 1 / (1 + d p(v)) where the list has v, times 1 + d where v is drawn. It is the
+      likelihood ratio of an engine that multiplies the weight of v by 1 + d.
 
     The divisors E and 1 + d p(v) are raised by the most that rounding can add (ROUNDING). The average of all bets
     weighs the kinds by SHARES.
@@ -165,6 +167,7 @@ class SamplingEvidence:
             EngineError: the engine samples from another distribution than it reports.
         """
         if lists.top_ids.numel():
+            # Factors of the bets on another temperature, on equal responses and on single tokens, as SHARES lists them.
             self._bets.add(torch.cat([self._tilted(lists), _repeated(rollouts), self._biased(lists)]))
 
         if (share := self._bets.share) >= 1.0:
@@ -176,8 +179,8 @@ class SamplingEvidence:
 
     def _strongest_bet(self) -> str:
         """Describe, for the error, what is wrong with the engine if the bet with the largest product is right."""
-        # The bets stand in the order of SHARES: on the temperature, on equal responses, on single tokens. The index
-        # is counted from the end of each kind in turn.
+        # The bets stand in the order of SHARES: on the temperature, on equal responses, on single tokens. Subtract the
+        # number of bets of each kind in turn: the index becomes negative at the kind of the strongest bet.
         index = int(self._bets.products.argmax()) - len(TILTS)
         if index < 0:
             drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
@@ -194,6 +197,7 @@ class SamplingEvidence:
             )
 
         assert self._watched is not None
+        # Each watched token has one bet for each of BIASES.
         token, bias = divmod(index, len(BIASES))
         often = "more often" if BIASES[bias] > 0 else "less often"
         return (
@@ -204,7 +208,8 @@ class SamplingEvidence:
     def _tilted(self, lists: ReportedLists) -> Tensor:
         """Return the logs of the factors of the bets on another temperature, summed over the tokens: [tilts].
 
-        For the error's text, also add up f of the drawn tokens and E[f] (f: the log-prob, see the class).
+        For a tilt d the factor is exp(d f) / E[exp(d f)], where f is the token's reported log-prob, at least FLOOR. For
+        the error's text, also add up f of the drawn tokens and E[f].
         """
         probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # of the listed tokens, [N, K]
         # Tokens outside the list, taken together: their f, and the probability that is left for them, [N].
@@ -236,19 +241,19 @@ class SamplingEvidence:
             self._watched = torch.cat([likely, likely.new_full((WATCHED - len(likely),), -1)]).sort().values
             return logs.flatten()
 
-        # For each listed id, [N, K]: its place among the watched tokens, and whether it is one of them. For each that
-        # is: whether it was drawn, and its probability.
-        index = torch.searchsorted(self._watched, lists.top_ids.contiguous()).clamp(max=WATCHED - 1)
-        at = self._watched[index] == lists.top_ids
-        drawn, chance = (lists.top_ids == lists.token_ids[:, None])[at].double(), probs[at]
+        # For each listed id, [N, K]: its place among the watched tokens, and whether it is one of them.
+        place = torch.searchsorted(self._watched, lists.top_ids.contiguous()).clamp(max=WATCHED - 1)
+        is_watched = self._watched[place] == lists.top_ids
+        # For each listed id that is watched: whether it was drawn (1 or 0), and its reported probability.
+        drawn, chance = (lists.top_ids == lists.token_ids[:, None])[is_watched].double(), probs[is_watched]
         for column, bias in enumerate(BIASES):
-            factors = (bias * drawn).log1p() - (bias * chance + abs(bias) * ROUNDING).log1p()
-            logs[:, column].index_add_(0, index[at], factors)
+            log_factors = (bias * drawn).log1p() - (bias * chance + abs(bias) * ROUNDING).log1p()
+            logs[:, column].index_add_(0, place[is_watched], log_factors)
         return logs.flatten()
 
 
 def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
-    """Return the logs of the factors of the bets on equal responses, summed over the responses: [shares]."""
+    """Return the logs of the factors of the bets on equal responses, summed over the responses: [REPEATS]."""
     # For each prompt, its earlier responses (bytes of the token ids) with their probabilities.
     before: dict[tuple[str, tuple[int, ...]], dict[bytes, float]] = {}
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
@@ -258,7 +263,7 @@ def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
         response = rollout.token_ids.numpy().tobytes()
         if earlier:
             chance = min(1.0, sum(earlier.values()))
-            # The log of 1 - b, or of 1 - b + b / p for a copy, for each share b.
+            # For each share b of REPEATS, the log of 1 - b or, for a copy of an earlier one, of 1 - b + b / chance.
             logs += torch.tensor(
                 [math.log(1.0 - b + (b / max(chance, 1e-300) if response in earlier else 0.0)) for b in REPEATS]
             )

@@ -176,6 +176,7 @@ class PromptStream:
                 f"the problems of the task have changed: there were {saved_sizes} of each source, now there are "
                 f"{self._sizes}; bring the data back, with the same limits of length, or begin a new run"
             )
+        # Draw the sources of all earlier prompts again, which counts how many prompts each source gave.
         self._drawn = [0] * len(self._sizes)
         for _ in range(state["position"]):
             self._draw()

@@ -159,7 +159,7 @@ Measure = Callable[[list[DataRow]], list[PromptSize]]  # returns the size of eac
 
 
 class RowCounts(Counter[str]):
-    """The counts of a source's rows, under the names of `COUNTED`."""
+    """The number of rows of a source, and the number of rows with each defect, under the names in `COUNTED`."""
 
     @property
     def kept(self) -> int:

@@ -71,7 +71,7 @@ class EnvironmentTask(Task):
         return None if played.has_ended else self._template.reply(played.observation)
 
     def scores(self, responses: list[DecodedResponse]) -> list[Score]:
-        """Score each response by the sum of its episode's rewards; a turn that was cut at the limit is no action."""
+        """Score each response by the sum of its episode's rewards; a turn that was cut at the limit is not played."""
         scores = []
         for response in responses:
             actions = response.turns if response.last_turn_ended else response.turns[:-1]

@@ -44,7 +44,7 @@ class ReasoningGym(Task):
         if find_spec("reasoning_gym") is None:
             raise ConfigError(f"reasoning-gym is not installed, which generates the problems: {install('gym')}")
         self._settings = settings
-        self._data = [_checked(data.name, data.kwargs) for data in settings.dataset]
+        self._data = [_make_data_set(data.name, data.kwargs) for data in settings.dataset]
         self._template = Template(
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
@@ -124,7 +124,7 @@ class ReasoningGym(Task):
         )
 
 
-def _checked(name: str, kwargs: Mapping[str, Any]) -> Any:
+def _make_data_set(name: str, kwargs: Mapping[str, Any]) -> Any:
     """Make the data set `name`; raise DataError if it cannot be made, or if it scores by executing answers."""
     from reasoning_gym.factory import DATASETS, create_dataset
 

@@ -48,7 +48,7 @@ class _OpenFile:
     """An open file of rows, with the number of lines or rows that have been read."""
 
     def __init__(self, path: Path, content: Any) -> None:
-        """Begin to read `content`, the open file at `path` in binary mode, decompressed if the file is compressed."""
+        """Begin to read the rows of a file; `content` is the file at `path`, open in binary mode and decompressed."""
         self.path, self.content = path, content
         self.count = 0  # lines or rows read so far
         self.expansion = Expansion(path)
@@ -206,9 +206,9 @@ def find_files(path: Path, split: str | None, usual_split: str) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Return whether a file belongs to a split: of the names in its path, the last that names any split names this one.
+    """Return whether a file belongs to a split, which the name of the file or of a folder above it names.
 
-    The names are those of the file and of the folders above it.
+    If several of these names name splits, the innermost of them counts, the file's own name first.
     """
     # The split's name must stand as a word: no letter before or after a letter at its ends, and no digit before or
     # after a digit. So train2 belongs to the split train, and trainer does not.
@@ -309,8 +309,9 @@ def make_reader(
     uid_columns = [columns.uid] if columns.uid else present
     uid_column = choose_column("uid", uid_columns) if uid_columns and columns.uid != ROW_NUMBER else None
 
+    # The form of the answers is that of the settings, or else that which the benchmark gives for the answer's column.
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
-    # Returns the answer in the text of an answer's column; None if there is no answer in it.
+    # Finds the answer in the text of that column, which may be a whole solution; returns None where there is none.
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read_row(index: int, record: Record) -> DataRow:
@@ -329,6 +330,7 @@ def make_reader(
                 are_integers = [isinstance(value, int) for value in entries]
                 answers = [answer and choose(answer, flag) for answer, flag in zip(answers, are_integers, strict=True)]
 
+            # A column of ids that the settings name has an id in every row; in a benchmark's column ids may be missing.
             if uid_column is not None:
                 text = _text(_lookup(values, uid_column), uid_column)
                 uid = _needed("uid", uid_column, text) if columns.uid else text or f"row-{index}"
@@ -446,7 +448,10 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     plain = _unlabelled(options)  # the options without letters of their own; the prompt calls them A, B, C, ...
 
     def choose(answer: str, is_integer: bool) -> str:
-        """Return the reference, such as `(A) 142`, for the option that an answer names."""
+        """Return the reference, such as `(A) 142`, for the option that an answer names.
+
+        `names` are the labels of the options, `options` their texts, and `plain` the texts without letters before them.
+        """
         # An answer is read as a label, else as an option's text, else as a letter with punctuation, such as `(b)`, else
         # as an index from 0. Where the data has no labels, an integer is an index and never the text of an option.
         candidates = [(names, answer)]
