@@ -169,7 +169,7 @@ class Checkpoints:
         Raises:
             CorruptCheckpoint: a file of the checkpoint differs from what was written.
         """
-        link = self._folder / "best"
+        link = self._folder / "best"  # leads to the name of a checkpoint beside it, unless somebody else has set it
         if link.is_symlink() and len(link.readlink().parts) != 1:
             _log.warning("%s leads to %s, which is not beside it, and is left alone", link, link.readlink())
             return None
