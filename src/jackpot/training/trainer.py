@@ -155,7 +155,7 @@ class Trainer:
         return self.iteration == config.iterations
 
     def close(self) -> None:
-        """Free engines and tasks and flush the run folder, all of them even if one fails."""
+        """Record the last events, free engines and tasks and close the run folder, each even if another fails."""
         with ExitStack() as closing:
             closing.callback(self._folder.close)
             closing.callback(self._components.close)
@@ -182,7 +182,7 @@ class Trainer:
             engine.sleep()
 
     def _next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return by model the engines that now need the weights after `iteration`; none if enough batches are under way."""
+        """Return by model the engines that now need the weights after `iteration`; none if enough batches are begun."""
         return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:

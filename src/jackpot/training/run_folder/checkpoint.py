@@ -278,7 +278,7 @@ class Checkpointer:
         config = self._components.config.checkpoint
         is_last = iteration == self._components.config.iterations
         due = is_last or self._is_best or self._overdue or iteration % config.every == 0
-        if due and iteration:
+        if due and iteration:  # iteration 0, before training, gets no checkpoint
             self._save(iteration, state())
 
     def save_last(self, iteration: int, state: Callable[[], dict[str, Any]]) -> None:
@@ -287,6 +287,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it cannot be written; names the iteration that the run would continue from.
         """
+        # Iteration 0, before training, gets no checkpoint.
         if iteration > max(self._saved, 0) and (error := self._save(iteration, state())):
             next_start = (
                 f"continues from iteration {self._saved}, the newest checkpoint"

@@ -91,7 +91,7 @@ def _results(runs: Sequence[tuple[Arm, Run]], run_diagnoses: Sequence[Diagnosis]
     rows: dict[str | None, list[tuple[str, ...]]] = {}
     for (arm, run), diagnosis in zip(runs, run_diagnoses, strict=True):
         measure = next(filter(None, map(measure_of, run.lines)), None)
-        row = (
+        row = (  # cells in the order of `_RESULTS`
             run.name,
             arm.name,
             str(run.config.seed),

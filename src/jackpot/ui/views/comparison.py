@@ -33,6 +33,7 @@ def comparison_verdict(comparison: Comparison) -> dict[str, str]:
     compared = [row.arm for row in rows if row is not best][:_MOST_PAIRS]
 
     unit = " % right" if comparison.measure == "accuracy" else " mean reward"
+    # Accuracies are shown in percent.
     scale, form = (100.0, ".1f") if comparison.measure == "accuracy" else (1.0, ".3g")
     lines = {"Highest": f"{best.arm}, {scale * best.after.mean:{form}}{unit} ({_seeds(len(best.seeds))})"}
     for arm in compared:

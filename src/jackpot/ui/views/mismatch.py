@@ -315,7 +315,7 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
 
 
 def _band_tables(pair: MismatchPair, suffix: str) -> tuple[Table, ...]:
-    """Return a table for each kind of bands of tokens, position and entropy; their titles end with `suffix`."""
+    """Return a table for each way to divide tokens into bands, by position and by entropy; titles end with `suffix`."""
     return tuple(
         Table(
             title=f"By {kind}{suffix}",
