@@ -68,6 +68,7 @@ class Trainer:
         self._on_metrics = on_metrics
         self._clock = Clock()
 
+        # Of the components, `writers` are the engines that may generate rollouts, by model.
         self._sampler = Sampler(
             config,
             engines=components.writers,
@@ -128,12 +129,14 @@ class Trainer:
                 with self._clock("train"):
                     samples = components.learner.compute_advantages(batch.scored)
                     mini_batches = list(self._mini_batches(samples))
+                    # `trace`: whether the learner also returns the per-token columns of saved rollouts.
                     trace, uses_rollout_model = self._saves_rollouts(iteration), config.uses_rollout_model(iteration)
                     steps, gaps = components.learner.train(mini_batches, trace, uses_rollout_model)
 
                 self._check_gaps(iteration, samples, gaps)
 
-                # Send the new weights to the engines that generate next, after the batches begun with the old weights.
+                # Send the new weights to the writers, the engines that generate the next rollouts, once they have
+                # generated all batches that were begun with the old weights.
                 writers = self._next_writers(iteration)
                 if writers:
                     self._sampler.finish()
@@ -152,34 +155,34 @@ class Trainer:
         return self.iteration == config.iterations
 
     def close(self) -> None:
-        """Free engines and tasks and flush the run folder, all of them even if one fails."""
+        """Record the last events, free engines and tasks and close the run folder, each even if another fails."""
         with ExitStack() as closing:
             closing.callback(self._folder.close)
             closing.callback(self._components.close)
             self._record_events()  # events of an unfinished iteration may say why it did not finish
 
     def _check_engines(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
-        """Check what each engine reports about its rollouts in the batch of `iteration`, before training on them."""
+        """Check token ids, log-probs and weight versions of the batch, engine by engine, before training on it."""
         with self._clock("check"):
             for role, check in self._engine_checks.items():
                 sampled = [rollout for rollout in rollouts if rollout.sampled_by == role]
                 check.check_batch(self._components.writers[role], sampled, iteration)
 
     def _check_gaps(self, iteration: int, samples: Sequence[TrainingSample], gaps: Mapping[str, Tensor]) -> None:
-        """Check every token of `iteration` by its gap, |p_engine - p_training|, before any step on it is saved."""
+        """Check every token of `iteration` by its gap, |p_engine - p_training|, before the new weights are used."""
         with self._clock("check"):
             for role, check in self._engine_checks.items():
                 sampled = [sample.rollout for sample in samples if sample.rollout.sampled_by == role]
                 check.check_gaps(self._components.writers[role], sampled, gaps, iteration)
 
     def _rest(self) -> None:
-        """Put engines to sleep when a run continues, except those that generate rollouts with the weights they have."""
+        """When a run continues, put those engines to sleep that do not generate the next rollouts."""
         waiting = {self._components.engine, self._components.policy_engine}
         for engine in waiting.difference(self._next_writers(self.iteration).values()):
             engine.sleep()
 
     def _next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return by model the engines that generate next with the weights after `iteration`; none if older ones do."""
+        """Return by model the engines that now need the weights after `iteration`; none if enough batches are begun."""
         return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
@@ -202,7 +205,7 @@ class Trainer:
         self._on_metrics(line)
 
     def _mini_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TokenBatch]]:
-        """Deal the rollout batch out to optimizer steps as the settings say."""
+        """Yield the micro-batches of each optimizer step on the rollout batch, divided as the settings say."""
         batch = self._config.batch
         return mini_batches(
             samples,

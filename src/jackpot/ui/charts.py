@@ -99,7 +99,7 @@ _USUAL_ARMS = ("obrs", "none", "tis", "on_policy", "obrs_expected")
 
 
 def arm_color_indices(names: Iterable[str]) -> dict[str, int]:
-    """Return each arm's color index (`Series.color_index`): its own for a usual arm, a free one for others, by name."""
+    """Return the `Series.color_index` of each arm: `_USUAL_ARMS` have theirs on every page, others the free ones."""
     arms = set(names)
     usual = {name: index for index, name in enumerate(_USUAL_ARMS) if name in arms}
     unusual = sorted(arms - usual.keys())
@@ -112,7 +112,7 @@ GRAY = len(COLORS) - 1  # color index of a gray series
 
 
 def finite(values: Sequence[float | None], smallest: float = -math.inf) -> tuple[float | None, ...]:
-    """Replace by None, a gap in a chart, every value that is not finite or below `smallest`."""
+    """Replace by None, a gap in a chart, every value that is below `smallest` or not finite."""
     return tuple(
         value if value is not None and math.isfinite(value) and value >= smallest else None for value in values
     )

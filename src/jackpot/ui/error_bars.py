@@ -62,7 +62,7 @@ class MeanLine:
 
     @property
     def numbers(self) -> list[float]:
-        """Return the means that exist."""
+        """Return the means over the runs, without the iterations where no run has a number."""
         return [value for value in self.y if value is not None]
 
 
@@ -101,7 +101,7 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
         indices += sorted({min(known)[1], max(known)[1]} if known else {begin})
 
     def thinned(column: list[Number]) -> list[Number]:
-        """Return the entries of a column at the chosen indices."""
+        """Return the values of a column at `indices`, the points that the thinned line keeps."""
         return [column[index] for index in indices]
 
     low = line.low and thinned(line.low)

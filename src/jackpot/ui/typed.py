@@ -96,6 +96,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
         ModelError: a model does not exist.
     """
     paths = {"model": options["model"]} if options.get("model") else {}  # of models, by the name that errors give them
+    # False for plans, tiny runs and SLURM scripts, which need only the shapes of published models.
     needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))
 
     if recipe := options.get("recipe"):

@@ -169,7 +169,7 @@ class Checkpoints:
         Raises:
             CorruptCheckpoint: a file of the checkpoint differs from what was written.
         """
-        link = self._folder / "best"
+        link = self._folder / "best"  # leads to the name of a checkpoint beside it, unless somebody else has set it
         if link.is_symlink() and len(link.readlink().parts) != 1:
             _log.warning("%s leads to %s, which is not beside it, and is left alone", link, link.readlink())
             return None
@@ -278,7 +278,7 @@ class Checkpointer:
         config = self._components.config.checkpoint
         is_last = iteration == self._components.config.iterations
         due = is_last or self._is_best or self._overdue or iteration % config.every == 0
-        if due and iteration:
+        if due and iteration:  # iteration 0, before training, gets no checkpoint
             self._save(iteration, state())
 
     def save_last(self, iteration: int, state: Callable[[], dict[str, Any]]) -> None:
@@ -287,6 +287,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it cannot be written; names the iteration that the run would continue from.
         """
+        # Iteration 0, before training, gets no checkpoint.
         if iteration > max(self._saved, 0) and (error := self._save(iteration, state())):
             next_start = (
                 f"continues from iteration {self._saved}, the newest checkpoint"

@@ -327,8 +327,8 @@ class RunFolder:
         if torn := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
             _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
 
-        # Where only the end of the file goes, it is cut off in place; else the file is written anew.
         write_whole(self._superseded / name, b"".join(text for text in texts if not stays(text)))
+        # Where only the end of the file goes, it is cut off in place; else the file is written anew.
         if staying == texts[: len(staying)]:
             os.truncate(path, sum(map(len, staying)))
         else:
@@ -347,7 +347,7 @@ class RunFolder:
             )
 
     def flush(self, iteration: int) -> None:
-        """Wait until all lines are on the disk, so that no power failure leaves a checkpoint without them."""
+        """Wait until all metrics and events are on the disk; no power failure then leaves a checkpoint without them."""
         for name in self._appended:
             with self.dispensable(iteration, name):
                 flush_file(self.path / name)
@@ -374,7 +374,7 @@ class RunFolder:
         _log.warning("iteration %d: %s", iteration, ": ".join(map(str, event.values())))
 
     def failure(self, iteration: int, metric: str, event: Mapping[str, Any]) -> None:
-        """Count a file that could not be written, in `failed` under `metric`, and warn."""
+        """Count a file that could not be written in `failed[metric]`, and warn with `event`, which says why."""
         self.failed[metric] += 1
         self.warn(iteration, event)
 
@@ -439,7 +439,7 @@ class RunFolder:
     def _write_config(self, config: Config, iteration: int, changed: Sequence[Change]) -> None:
         """Write config.yaml, with one comment for every change of a setting since the run began."""
         path = self.path / "config.yaml"
-        lines = path.read_text().splitlines() if changed else []
+        lines = path.read_text().splitlines() if changed else []  # nothing changed: a new run, without a file yet
         history = [line for line in lines if line.startswith(_HISTORY)]
         when = f"{_HISTORY} {iteration}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
         history += [f"{when}: {change.key}: {json.dumps(change.old)} -> {json.dumps(change.new)}" for change in changed]

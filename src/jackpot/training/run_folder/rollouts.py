@@ -90,7 +90,7 @@ def _table(
 
 
 def _lists(rows: Sequence[Tensor]) -> pa.Array:
-    """Return the tensors of all rows, [T] or [T, K] each, as one column of lists; floats as float64."""
+    """Return the tensors of all rows, [tokens] or [tokens, K] each, as one column of lists; floats as float64."""
     joined = torch.cat(list(rows))
     values = _numbers((joined.double() if joined.is_floating_point() else joined).flatten().numpy())
     if joined.dim() > 1:

@@ -89,6 +89,7 @@ def open_rollout_file(path: Path) -> RolloutFile:
 
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+        # The file calls the values of the list column token_ids, one for each token, token_ids.list.element.
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
 
         iteration = int(path.stem.split("-")[1])
@@ -118,12 +119,12 @@ def thin_rollouts(folder: Path, keep: int) -> None:
 
 
 def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
-    """Return the last of `iterations` that is not after the run's best checkpoint; None if there is none.
+    """Return the last of `iterations` up to the iteration of the run's best checkpoint; None if there is none.
 
     Args:
         run: the run folder.
     """
-    link = run / "checkpoints" / "best"
+    link = run / "checkpoints" / "best"  # leads to step-N, the checkpoint of iteration N
     best = int(link.readlink().name.split("-")[1]) if link.is_symlink() else -1
     return max((iteration for iteration in iterations if iteration <= best), default=None)
 

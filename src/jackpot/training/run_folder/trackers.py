@@ -56,7 +56,7 @@ def restart_records(iteration: int) -> bytes:
 
 
 def metrics_record(iteration: int, now: float, values: Mapping[str, float]) -> bytes:
-    """Make the record of the metrics of one iteration; `now` in seconds since 1970."""
+    """Make the record of an event file that holds the metrics of one iteration; `now` is in seconds since 1970."""
     summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
     return _record(Event(wall_time=now, step=iteration, summary=summary))
 

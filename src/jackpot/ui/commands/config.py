@@ -93,7 +93,7 @@ def show_setting(console: Console, key: str) -> None:
 
 
 def setting_groups() -> Iterator[SettingGroup]:
-    """Yield the single settings of a run, then each block of settings, then the settings only other commands have."""
+    """Yield the single settings of a run, then its blocks of settings, then the own settings of each other command."""
     run_blocks = reference.blocks("train")
     run_settings = reference.settings("train")
     single = [setting for key, setting in run_settings.items() if "." not in key]

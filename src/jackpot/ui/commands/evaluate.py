@@ -80,6 +80,7 @@ def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
     with progress(console) as counts:
 
         def listen(news: "evaluating.EvaluationProgress") -> None:
+            """Show how many answers to a benchmark are complete, and the speed; `fresh` ones are of this process."""
             counts.update(
                 news.benchmark,
                 news.done,

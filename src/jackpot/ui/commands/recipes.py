@@ -62,7 +62,7 @@ def _show_one(console: Console, recipe: "listing.RecipeListing") -> None:
         print_line(console, f"meant for {recipe.gpus.count} x {recipe.gpus.kind}")
     print_line(console, f"arms: {', '.join(recipe.arms)}")
 
-    for path in recipe.files:
+    for path in recipe.files:  # the first is the recipe's own, the others are those of its bases
         suffix = "" if path == recipe.files[0] else " (of a base the settings count, not the arms nor the numbers)"
         print_line(console, f"\n{path}{suffix}\n\n{path.read_text().strip()}", is_whole=True)
 

@@ -176,6 +176,7 @@ def _training_commands(
     """Return the commands that train, each with its purpose; if there is none, print why.
 
     Args:
+        typed: what the command line names; each command repeats it.
         ranks: number of processes that were started, or that Ray will start.
         needs: estimated cost of the run; None for small models, which fit any GPU.
         required: GPUs that --gpus names and that the run has to fit.
@@ -203,7 +204,7 @@ def _training_commands(
         print_line(console, starting.NO_MACHINE)
 
     commands = {}
-    for gpus in machines:
+    for gpus in machines:  # these may be GPUs of several machines: one machine has at most `MACHINE`
         cluster = " of a Ray cluster (docs/distributed.md)" if gpus.count > starting.MACHINE else ""
         commands[starting.start(*typed, gpus.count)] = f"train, on {gpus.count} {gpus.kind}{cluster}"
     return commands
@@ -213,7 +214,7 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
     """Train a run, with its progress on the screen, and print the result."""
 
     def begin(iteration: int) -> None:
-        """Say so if the run in the folder, which continues after `iteration`, was finished before."""
+        """Print a note if the run in the folder, which continues after `iteration`, was finished before."""
         if iteration == config.iterations:
             print_line(
                 console,
@@ -228,10 +229,11 @@ def _train_and_show(console: Console, config: "run_settings.Config", folder: Pat
 
 @contextmanager
 def _listener(console: Console, config: "run_settings.Config") -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a listener that shows the iteration, `_FACTS` and the remaining time at each new line of metrics.jsonl."""
+    """Yield a listener to new lines of metrics.jsonl, which shows iteration, metrics of `_FACTS` and remaining time."""
     with progress(console) as counts:
 
         def listen(line: Mapping[str, Any]) -> None:
+            """Show the iteration, the metrics and the seconds of a line of metrics.jsonl."""
             measure = run_files.measure_of(line)
             metrics = _FACTS | (_REWARD_FACTS if measure == "reward" else {}) | {"KL": (config.kl_metric, "{:.4f}")}
             facts = {}
@@ -241,6 +243,7 @@ def _listener(console: Console, config: "run_settings.Config") -> Iterator[Calla
             if seconds := numbers.iteration_seconds(line):
                 facts["s/iteration"] = f"{seconds:.2g}"
 
+            # An evaluation also prints a line that stays, with the scores of both models.
             done, is_due = line["iteration"], measure is not None
             counts.update("iteration", done, config.iterations, facts, is_due=is_due, lasting=_REWARD_FACTS)
 
@@ -296,6 +299,7 @@ def _evaluated_metrics(
     metrics: dict[str, tuple[str, run_files.Measure]]
     metrics = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
 
+    # A row says its unit where this is not the unit of the table's title.
     for name in map(registry.set_name, config.evaluation.benchmark_names):
         if (metric := f"eval/{name}/mean_at_k") in last:
             metrics[f"policy on {name}" + ("" if is_accuracy else ", percent")] = (metric, "accuracy")
@@ -307,7 +311,7 @@ def _evaluated_metrics(
 def _change_cells(
     first: Mapping[str, Any], last: Mapping[str, Any], metric: str, measure: "run_files.Measure"
 ) -> tuple[str, str, str]:
-    """Format a metric before training, after it, and its change, each with its standard error."""
+    """Format a metric before training (line `first` of metrics.jsonl), after it (`last`), and the change, ± errors."""
     before, error_before = first[metric], first.get(f"{metric}_stderr")
     after, error_after = last[metric], last.get(f"{metric}_stderr")
     error = None if error_before is None or error_after is None else math.hypot(error_before, error_after)

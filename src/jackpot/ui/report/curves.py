@@ -58,8 +58,8 @@ class _ChartMaker:
         # By metric, one line for each arm.
         self._lines = {metric: [_arm_line(arm, metric) for arm in arms] for metric in sorted(metrics)}
         self._metrics = [metric for metric, lines in self._lines.items() if any(line.numbers for line in lines)]
-        self.empty = sorted(metrics - set(self._metrics))
-        self.drawn: set[str] = set()
+        self.empty = sorted(metrics - set(self._metrics))  # metrics that have no number in any run
+        self.drawn: set[str] = set()  # metrics that have a chart
 
     def draw(self, entry: Entry) -> Iterable[Chart]:
         """Return the charts of an entry of the layout; none if the runs lack its metrics."""
@@ -125,19 +125,19 @@ class _ChartMaker:
             yield replace(_as_series(line, name, color_index), group=arm.name, shade=shade)
 
     def _color(self, arm: Arm, variant: int = 0) -> tuple[int, int]:
-        """Choose the color index and the shade of a series.
+        """Choose the color index and the shade of a series; `variant` is the index of its metric in the chart.
 
-        Variants differ by their dashes, and arms by shades if there are more arms than colors. The variants of a
-        single arm differ by their colors.
+        Metrics differ by their dashes, and arms by shades if there are more arms than colors. The metrics of a single
+        arm differ by their colors.
         """
         index = self._color_indices[arm.name]
         if len(self._arms) == 1:
             return (index + variant) % len(COLORS), 0
-        # Another round through the colors is another dash (`Series.color_index`).
+        # The index of the same color with the next dash is higher by the number of colors.
         return index % len(COLORS) + variant * len(COLORS), index // len(COLORS)
 
     def _first_of(self, entry: FirstOf) -> Iterator[Chart]:
-        """Yield the chart of one metric of an entry: a `kl_metric` of the runs, else the first that the runs have."""
+        """Yield the chart of one metric of an entry: a run's `Config.kl_metric`, else the first that the runs have."""
         metrics = [metric for metric in entry.metrics if metric in self._metrics]
         for metric in sorted(metrics, key=lambda metric: metric not in self._kl_metrics)[:1]:
             self.drawn.add(metric)
@@ -145,7 +145,7 @@ class _ChartMaker:
 
     def _metric_charts(self, pattern: str) -> Iterator[Chart]:
         """Yield charts of the metrics not drawn yet whose name, without position or sign, matches a pattern."""
-        # By name without suffix, the metrics of that name by suffix: a band as 4-15, a sign as positive, or "".
+        # By name without suffix, its metrics by suffix: 4-15 (a band of positions), positive (a sign), or "" (none).
         families: dict[str, dict[str, str]] = {}
         for metric in self._metrics:
             match = _FAMILY.fullmatch(metric)
@@ -179,7 +179,7 @@ class _ChartMaker:
         )
 
     def _together(self, title: str, labels: Mapping[str, str], note: str = "") -> Chart:
-        """Make one chart of several metrics, each with its name in the legend."""
+        """Make one chart of several metrics; `labels` has the name of each in the legend."""
         drawn: list[Series] = []
         for variant, (metric, label) in enumerate(labels.items()):
             drawn += self._series(metric, label, variant)

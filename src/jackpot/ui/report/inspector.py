@@ -69,12 +69,13 @@ def inspector_data(
     for done, index in enumerate(by_size):  # short runs first: the others get the tokens that these do not need
         run, files = runs[index]
         words = TokenTexts()  # the tokens of this run that the page shows
-        best = best_rollouts(run.folder, [saved.iteration for saved in files])
+        best_iteration = best_rollouts(run.folder, [saved.iteration for saved in files])
         share = max(packing.room, 0) // (len(runs) - done)  # tokens, an equal part of the room that is left
-        if iterations := packing.add(files, share, words, best):
+        if iterations := packing.add(files, share, words, best_iteration):
             packing.packs[f"words-{index}"] = packed(texts_of(words, run.folder, run.config))
             carried[index] = {"name": run.name, "words": f"words-{index}", "iterations": iterations}
 
+    # What the page reads before it unpacks any pack.
     contents = {"top": TOP, "max_tokens": max_tokens, "runs": [carried[index] for index in sorted(carried)]}
     left_out = _left_out(runs, carried, packing)
     return InspectorData(index=contents, packs=packing.packs, left_out=left_out), sorted(packing.unreadable.values())
@@ -106,7 +107,8 @@ class _Packing:
             try:
                 table = read_columns(saved, _FILE_COLUMNS)
                 longest = share if iterations else self._longest_response()
-                rows = spread_rows(_lengths(table), max(share, 0) // (len(chosen) - index), longest)
+                budget = max(share, 0) // (len(chosen) - index)  # tokens, an equal part of the share that is left
+                rows = spread_rows(_lengths(table), budget, longest)
                 if not rows and table.num_rows:
                     continue
                 columns = _columns(table.take(rows), words)
@@ -133,17 +135,17 @@ class _Packing:
         return sorted(iterations, key=lambda iteration: iteration["iteration"])
 
     def _longest_response(self) -> float:
-        """Return the length, tokens, up to which a run's first response is packed even beyond the run's share.
+        """Return the most tokens that a run's first response may have if it is longer than the run's share.
 
-        The first response of the page has no limit, unless the page has no room at all.
+        It may fill the room that is left. The page's first response may have any length, unless `max_tokens` is 0.
         """
         return self.room if self.packs or not self.room else math.inf
 
 
 def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]:
-    """Return as many files, evenly spaced from first to last, as there is room for with `FEW` typical responses each.
+    """Return as many files, evenly spaced from first to last, as have room for `FEW` responses of mean length each.
 
-    If not even two files have that room: the first and the last if one response of each has room, else the last.
+    If not even two files fit: the first and the last if one response of each has room, else the last.
 
     Args:
         files: files of one run, by iteration.
@@ -259,7 +261,10 @@ def _lengths(table: pa.Table) -> list[int]:
 
 
 def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
-    """Return the first `TOP` entries of each token's top-k list as flat columns; also their number a token, and K."""
+    """Return the first `TOP` entries of each token's top-k list as flat columns.
+
+    The two counts are numbers of entries for each token: of those returned, and of those in the file.
+    """
     ids = _matrix(flat_column(table, f"{model}_top_ids"))[:, :TOP].astype(np.int64)
     log_probs = _matrix(flat_column(table, f"{model}_top_log_probs"))
     words.add_needed(ids)

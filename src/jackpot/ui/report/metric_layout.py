@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FirstOf:
-    """An entry of the layout for one chart: of the first of its metrics that the runs have.
+    """An entry of the layout for a single chart, which shows the first of the entry's metrics that the runs have.
 
-    The chart has no curves by sign or position. A metric that is `kl_metric` of a run comes before the others.
+    The chart has no curves by sign or position. A metric that is a run's `Config.kl_metric` comes before the others.
     """
 
     metrics: tuple[str, ...]

@@ -148,13 +148,13 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
 
 
 def _common_name(group: Sequence[Run]) -> str:
-    """Return the name of an arm's first run without the seed; if nothing is left, its parent folder's name."""
+    """Return the name of an arm's first run without the seed; if nothing is left, the name of the parent folder."""
     names = list(dict.fromkeys(_SEED.sub("", run.name).strip("-_./") for run in group))
     return names[0] or group[0].folder.parent.name or "run"
 
 
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return a distinct name for each arm: that of its folders, and where arms share it, settings that differ."""
+    """Return a distinct name for each arm: that of its folders; arms that share it also get settings that differ."""
     folder_names = [_common_name(group) for group in groups]
     names = list(folder_names)
     for name in dict.fromkeys(folder_names):

@@ -87,11 +87,11 @@ def _count(count: int, noun: str) -> str:
 
 
 def _results(runs: Sequence[tuple[Arm, Run]], run_diagnoses: Sequence[Diagnosis]) -> list[Table]:
-    """Return a table of the runs that measure accuracy, and one of those that measure reward: a column has one unit."""
+    """Return tables of the runs with accuracies, with rewards and without evaluation, so that a column has one unit."""
     rows: dict[str | None, list[tuple[str, ...]]] = {}
     for (arm, run), diagnosis in zip(runs, run_diagnoses, strict=True):
         measure = next(filter(None, map(measure_of, run.lines)), None)
-        row = (
+        row = (  # cells in the order of `_RESULTS`
             run.name,
             arm.name,
             str(run.config.seed),
@@ -129,7 +129,7 @@ def _findings(run_diagnoses: Sequence[tuple[Run, Diagnosis]]) -> Table:
 
 
 def _finding_cells(finding: Finding) -> tuple[str, ...]:
-    """Format a finding as the cells of its row, without the run."""
+    """Format a finding as the cells of its row in the table of findings, all but the name of the run."""
     return (
         finding.metric,
         str(finding.since),

@@ -49,6 +49,7 @@ def texts_of(words: TokenTexts, run: Path, config: Config) -> dict[str, str]:
         tokenizer = Tokenizer.from_file(str(path))
         raw |= {token_id: token for token_id in missing if (token := tokenizer.id_to_token(token_id)) is not None}
 
+    # Whether the tokenizer writes every byte as a letter, for example a space as Ġ.
     in_bytes = any(mark in token for token in raw.values() for mark in _MARKS_OF_BYTES)
     texts = {token_id: readable(token, in_bytes) for token_id, token in raw.items()}
     return {str(token_id): texts.get(token_id, f"#{token_id}") for token_id in sorted(words.needed | raw.keys())}

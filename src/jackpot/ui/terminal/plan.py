@@ -131,7 +131,7 @@ def _precision(engine: EngineConfig) -> str:
 
 
 def _evaluation(config: Config) -> str:
-    """Say which problems are evaluated, with how many answers to each, how often."""
+    """Say which problems an evaluation has, how many answers to each, and how often it runs."""
     settings = config.evaluation
     sets = ", ".join([f"up to {settings.problems} problems of the task", *settings.benchmark_names])
     answers = f", {settings.k} answers to each" if settings.k > 1 else ""
@@ -189,13 +189,14 @@ def _name(row: MachineEstimate) -> str:
 
 
 def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
-    """Format the memory and the hours of one machine; if the run does not fit into the memory, the hours are `-`."""
+    """Format one machine's cells of `_COLUMNS` after the first; if the run does not fit its memory, hours are `-`."""
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / GB:.0f}/{shard.limit / GB:.0f}"
     if row.hours is None or row.alone is None:
         return [memory, "-", *[""] * (len(_COLUMNS) - 3)]  # no text in the columns after the hours
     hours, alone = row.hours, row.alone  # of the run, and of the policy alone
     phases = [_hours(phase) for phase in (hours.all, hours.generation, hours.training, hours.evaluating)]
+    # The on-policy hours and the share of them that the run saves.
     compared = ["", ""] if on_policy else [_hours(alone.all), f"{1 - hours.all / alone.all:.0%}"]
     return [memory, *phases, f"{hours.rollout_share:.0%}", *compared]
 
@@ -206,7 +207,7 @@ def _hours(hours: float) -> str:
 
 
 def _memory(row: MachineEstimate) -> str:
-    """Say in words what each GPU of the recipe's machine holds at the peak."""
+    """Say in words what each GPU of a machine holds when its memory is fullest."""
     shard = row.shard
     training = "activations unknown" if shard.training is None else f"activations and loss {shard.training / GB:.1f}"
     engines = f"engines {shard.resting / GB:.1f}, while they generate {shard.generation / GB:.1f}"
@@ -253,7 +254,7 @@ def fitting(estimate: CostEstimate) -> str:
 
 
 def unpriced(config: Config) -> list[str]:
-    """Return a warning if training computes slower than at the GPU's peak, which the hours assume; else nothing."""
+    """Return a warning if the run's precision is slower than the bf16 peak that the hours assume; else nothing."""
     if config.precision != "int8":
         return []
     return [
@@ -282,7 +283,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
             f"{hours.all / alone.all:.0%} of its hours ({hours.iterations / alone.iterations:.0%} without evaluations)."
         )
 
-    if row.ahead:
+    if row.ahead:  # hours of a policy alone that generates ahead
         sentences.append(
             f"Beside a policy alone that generates ahead, on the best split of these GPUs, with {HEAD_DRAFTS} drafts a "
             f"pass by a head of one layer ({HEAD_ACCEPTANCE:.0%} accepted) where they pay: "

@@ -38,7 +38,7 @@ def _outliving_terminal() -> Iterator[None]:
 class Counts:
     """The progress of counted work, such as iterations: bars in a terminal, a line every few seconds in a log.
 
-    A terminal shows the newest facts and the stage below the bars, and keeps above them the lines that are due.
+    A terminal shows the newest facts and the stage below the bars, and keeps above them the lines that `update` prints.
     """
 
     def __init__(self, console: Console) -> None:
@@ -73,15 +73,15 @@ class Counts:
         is_due: bool = False,
         lasting: Collection[str] | None = None,
     ) -> None:
-        """Show a count with facts about it; below bars, a fact stays until a newer value replaces it.
+        """Show a count with facts about it: in a terminal a bar, and below all bars the newest facts; in a log a line.
 
         Args:
             name: what is counted, for example iteration, or the name of a benchmark.
             facts: formatted values by their names.
             noun: text after the count.
             start: count at which this process began; None takes the first `done`.
-            is_due: whether to print a line that stays; a log gets it at once.
-            lasting: names of the facts that a terminal shows in such a line and nowhere else; None: all of them.
+            is_due: whether a terminal prints a line too, which stays above the bars, and a log its line at once.
+            lasting: names of the facts that a terminal shows in that line and not below the bars; None: all of them.
         """
         now = time.monotonic()
         if name not in self._starts:

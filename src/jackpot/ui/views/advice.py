@@ -16,10 +16,11 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
         answer: what `Recommendation.numbers` returns.
     """
     candidates = sorted(answer["candidates"], key=lambda candidate: -candidate["worth"]["value"])
-    eligible = [candidate for candidate in candidates if candidate["advisable"] or candidate["is_whole"]]
     # Corrections that weigh whole responses (`is_whole`) are shown too, though the rule does not recommend them.
+    eligible = [candidate for candidate in candidates if candidate["advisable"] or candidate["is_whole"]]
     # Each correction's candidate that is worth most: the candidates are reversed, so it comes last and stays.
     best = {candidate["name"]: candidate for candidate in reversed(eligible)}
+    # The numbers of a candidate that the columns after the first show.
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
 
     return Table(
@@ -46,7 +47,7 @@ def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]
     """
     if not answer["generation"]:
         return []
-    names = ("worth", "flops", "flops_any_state", "weights")
+    names = ("worth", "flops", "flops_any_state", "weights")  # numbers of a way, which the columns show
     return [
         Table(
             title=" ".join(filter(None, ["Who generates", model and f"({model})"])),
@@ -60,7 +61,7 @@ def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]
 
 
 def _text(estimate: Mapping[str, float], name: str) -> str:
-    """Format the number of the advice that is called `name`, for a cell of a table."""
+    """Format a number of the advice for a table; `name`, its key, decides whether in percent or with its error."""
     if name == "tv_after_correction":
         return f"{estimate['value']:.2%}"
     return Estimate(estimate["value"], estimate["error"] if name in _WITH_ERRORS else None).text

@@ -26,17 +26,18 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def comparison_verdict(comparison: Comparison) -> dict[str, str]:
-    """Return the lines of the verdict by label: the highest arm, and how surely it is above baseline and next arms."""
-    # The baseline, then the other arms from the highest to the lowest.
+    """Return lines by label: the highest arm, whether it is surely above the baseline and others, the cheapest arm."""
+    # The baseline, then the other arms from the highest to the lowest; the best arm is compared with the first few.
     rows = sorted(comparison.rows, key=lambda row: (row.arm != comparison.baseline, -row.after.mean))
     best = next(row for row in rows if row.arm == comparison.best)
     compared = [row.arm for row in rows if row is not best][:_MOST_PAIRS]
 
     unit = " % right" if comparison.measure == "accuracy" else " mean reward"
+    # Accuracies are shown in percent.
     scale, form = (100.0, ".1f") if comparison.measure == "accuracy" else (1.0, ".3g")
     lines = {"Highest": f"{best.arm}, {scale * best.after.mean:{form}}{unit} ({_seeds(len(best.seeds))})"}
     for arm in compared:
-        difference = comparison.ahead[arm]
+        difference = comparison.ahead[arm]  # the best arm minus this one
         lines[f"Against {arm}"] = _pair(best.arm, arm, difference, scale, form) if difference else "no common seed"
     return lines | _cheapest(comparison)
 
@@ -60,7 +61,7 @@ def _cheapest(comparison: Comparison) -> dict[str, str]:
     reference = comparison.baseline if comparison.baseline in arms[1:] else arms[1]
 
     def share(cost: str) -> float:
-        """Return a cost of the cheapest arm, an attribute of `ArmRow.cost`, as a share of the reference arm's."""
+        """Return the cheapest arm's `cost` (an attribute of `ArmRow.cost`) as a share of the reference arm's."""
         return getattr(costs[cheapest], cost) / getattr(costs[reference], cost)
 
     goal = measured(comparison.accuracy, comparison.measure)
@@ -69,7 +70,10 @@ def _cheapest(comparison: Comparison) -> dict[str, str]:
 
 
 def _pair(best: str, arm: str, difference: Difference, scale: float, form: str) -> str:
-    """Say how far the best arm is from another one, with a 95 % interval, and whether the difference is significant."""
+    """Say how far the best arm is from another one, with a 95 % interval, and whether the difference is significant.
+
+    The numbers are multiplied by `scale`, 100 for accuracies, and formatted by `form`.
+    """
     mean = scale * difference.spread.mean
     distance = f"{abs(mean):{form}}{' points' if scale > 1.0 else ''} {'lower' if mean < 0.0 else 'higher'}"
     text = f"{best} is {distance} than {arm}"
@@ -179,7 +183,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
     def policy(point: EvaluationPoint) -> float | None:
-        """Return what the chart of the policy has on its y axis."""
+        """Return the policy's accuracy or mean reward in an evaluation, which its charts have on the y axis."""
         return point.policy_accuracy
 
     # Each with the chart's title, the label of its y axis, and what it reads from an evaluation.
@@ -234,17 +238,18 @@ def _chart(
 
 def _series(arm: str, color_index: int, runs: Sequence[RunSummary], quantity: _Quantity, cost: str) -> Series:
     """Return an arm's line: for each evaluation, y is the runs' mean of a quantity, and x the mean of their costs."""
+    # The line ends with the first run that ended without a collapse: after it some seed is missing.
     completed = [run.last.iteration for run in runs if run.collapse is None]
-    end = min(completed) if completed else max(run.last.iteration for run in runs)  # after it some seed is missing
+    end = min(completed) if completed else max(run.last.iteration for run in runs)
     iterations = sorted({point.iteration for run in runs for point in run.points if point.iteration <= end})
 
     def costs(run: RunSummary) -> list[float | None]:
-        """Return what a run had spent at each iteration; None after the end of a stopped run."""
+        """Return a run's cost up to each iteration; None where it has no evaluation, as after its collapse."""
         spent = {point.iteration: spent_on(point, cost) for point in run.points}
         return [spent.get(iteration) for iteration in iterations]
 
     def values(run: RunSummary) -> list[float | None]:
-        """Return the quantity of a run at each iteration; None where the run has no evaluation."""
+        """Return the quantity of a run at each iteration; None where `_point_at` finds no evaluation."""
         points = (_point_at(run, iteration) for iteration in iterations)
         return [point and quantity(point) for point in points]
 

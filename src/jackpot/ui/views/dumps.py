@@ -20,7 +20,7 @@ with lazy():
 
 def diagnose_dump(path: Path, as_json: bool) -> None:
     """Print what is wrong with saved rollouts of another trainer; if anything is, end the program with code 1."""
-    result = replaying.replay(path, names=["none"])
+    result = replaying.replay(path, names=["none"])  # of the corrections, only the one that corrects nothing
     findings = results.dump_findings(result)
     if as_json:
         typer.echo(json.dumps({"verdict": "unhealthy" if findings else "healthy", "findings": findings}, indent=2))

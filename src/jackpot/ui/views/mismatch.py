@@ -120,7 +120,7 @@ def _response_section(pairs: Sequence[MismatchPair]) -> Section:
 
 
 def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
-    """Return a table of the layers that the two sides compute differently, for each pair that has any."""
+    """Return a table of the layers that sampler and learner compute differently, for each pair with such layers."""
     several = len(pairs) > 1
     return tuple(
         Table(
@@ -135,7 +135,7 @@ def _layers(pairs: Sequence[MismatchPair]) -> tuple[Table, ...]:
 
 
 def _shared_sides(pairs: Sequence[MismatchPair]) -> str:
-    """Name the sampler and the learner, each if all pairs have the same."""
+    """Name the sampler if all pairs have the same one, and the learner likewise; if they share neither, `All pairs`."""
     sides = {"sampler": {pair.sampler for pair in pairs}, "learner": {pair.learner for pair in pairs}}
     return ", ".join(f"{role}: {names.pop()}" for role, names in sides.items() if len(names) == 1) or "All pairs"
 
@@ -161,11 +161,11 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
         return [(rank + 1) / pair.numbers.responses for rank in range(pair.numbers.responses)]
 
     def largest_gaps(pair: MismatchPair) -> list[float]:
-        """Return the largest |p - q| of each response."""
+        """Return for each response the largest |p - q| of a token, p of the sampler and q of the learner."""
         return [response.max_gap for response in pair.numbers.each]
 
     def mean_gaps(pair: MismatchPair) -> list[float]:
-        """Return the mean |p - q| of each response."""
+        """Return for each response the mean |p - q| of its tokens, p of the sampler and q of the learner."""
         return [response.mean_gap for response in pair.numbers.each]
 
     return (
@@ -250,11 +250,11 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
         return ()
 
     def line(index: int, pair: MismatchPair, estimate: Callable[[TokenBand], Estimate]) -> Series:
-        """Return a pair's line: an estimate for each band, with one standard error to both sides."""
+        """Return a pair's line: for each band of tokens (`names`) an estimate, and one standard error to both sides."""
         means = {band.name: estimate(band) for band in pair.numbers.bands.get(kind, ())}
 
         def shifted(errors: float) -> Sequence[float | None]:
-            """Return the means of all bands, shifted by so many standard errors."""
+            """Return each band's mean plus `errors` standard errors; None for a band that the pair lacks."""
             values = {name: mean.value + errors * (mean.error or 0.0) for name, mean in means.items()}
             return finite([values.get(name) for name in names], _SMALLEST)
 
@@ -271,7 +271,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
     is_exact = all(pair.numbers.kl_is_exact for pair in pairs)
 
     def chart(title: str, y_label: str, estimate: Callable[[TokenBand], Estimate]) -> Chart:
-        """Return a chart of an estimate over the bands, with a line for each pair."""
+        """Return a chart of an estimate over the bands of tokens (`names`), with a line for each pair."""
         return Chart(
             title=title,
             x_label=label,
@@ -315,7 +315,7 @@ def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
 
 
 def _band_tables(pair: MismatchPair, suffix: str) -> tuple[Table, ...]:
-    """Return a table for each kind of bands of tokens, position and entropy; their titles end with `suffix`."""
+    """Return a table for each way to divide tokens into bands, by position and by entropy; titles end with `suffix`."""
     return tuple(
         Table(
             title=f"By {kind}{suffix}",

@@ -57,6 +57,7 @@ def corrections(result: ReplayResult) -> Section:
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
 
+    # Results that also have numbers from whole distributions, which were known in some states.
     exact = [(names, correction) for names, correction in rows if correction.tv_after_correction is not None]
     if exact:
         details.append(
@@ -98,14 +99,15 @@ def facts(result: ReplayResult) -> Table:
         ("total variation, rollout model and old policy", f"{value('total_variation_engine'):.2%}"),
         ("total variation, old and updated policy", f"{value('total_variation_stale'):.2%}"),
         ("total variation, rollout model and updated policy", f"{value('total_variation'):.2%}"),
-        # In the first and in the last file or iteration.
+        # The total variation in the first and in the last file or iteration.
         *((f"the same in {where}", f"{gap:.2%}") for where, gap in result.ends if len(result.ends) > 1),
         ("KL(rollout model || policy), k1 and k3", f"{divergences} nats"),
+        # rho is p_updated_policy / p_rollout_model of a sampled token.
         ("mean of rho, must be 1", f"{float(ratio.value):.4f} +- {float(ratio.standard_error):.4f}"),
         ("rho: 1 %, median, 99 %, max", f"{quantiles}, {value('mismatch/ratio_max'):.3g}"),
         ("ESS of whole responses, by their ratio", f"{value('mismatch/sequence_ess'):.1%}"),
     ]
-    if "z" in metrics:
+    if "z" in metrics:  # Z is the expected acceptance, from whole distributions
         rows.append(("tokens with both distributions known", f"{float(Mean.named(metrics, 'z').count / tokens):.1%}"))
         rows.append(("mean Z at lam = 1 there", f"{value('z'):.4f}"))
 
@@ -114,7 +116,7 @@ def facts(result: ReplayResult) -> Table:
 
 
 def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Table:
-    """Return a table with a row for each distinct result; the row begins with the corrections that have it."""
+    """Return a table with a row for each distinct result, which names the corrections that have it."""
     return Table(
         title=title,
         columns=("correction", *(name for name, _ in columns)),
@@ -125,7 +127,8 @@ def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Ta
 
 def _rejections(rows: Sequence[_Row]) -> list[Table]:
     """Return a table of the shares of tokens that corrections reject, by position and entropy; none if none rejects."""
-    distinct: dict[tuple[float, ...], _Row] = {}  # of corrections that reject the same tokens only the first
+    # By the shares rejected in each band; of corrections with equal shares only the first.
+    distinct: dict[tuple[float, ...], _Row] = {}
     for names, correction in rows:
         if correction.accepted < 1.0 - _NOTHING:
             shares = tuple(round(share, 6) for share in correction.rejected_by_band.values())
