@@ -312,7 +312,7 @@ def align_top_lists(output: Any, validate: bool) -> None:
 
 
 def z_request(config: DictConfig) -> dict[str, float]:
-    """Return what a trainer adds to a batch so that workers estimate Z: {_LAM: lam}; {} if no Z is needed.
+    """Return the lam at which workers estimate Z, under the key that it has in a batch; {} if Z is not needed.
 
     Args:
         config: verl's settings.

@@ -115,7 +115,7 @@ def usable_mask(batch: Batch) -> Tensor:
 def token_batch(batch: Batch, mask: Tensor, with_lists: bool) -> TokenBatch:
     """Return a batch of our learner, [B, T, ...], from TRL's tensors and the columns that the adapters add to them.
 
-    Its advantages are those before the correction.
+    The batch's advantages are those before the correction.
 
     Args:
         mask: the tokens that are read, [B, T] bool: `loss_mask` or `usable_mask`.

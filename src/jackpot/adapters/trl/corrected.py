@@ -152,7 +152,7 @@ class Correcting(_AnyTRLTrainer):
         return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Return a mask, [B, T] bool, of tokens whose sampler still has the weights that sampled them; False here."""
+        """Return a mask, [B, T] bool, of tokens whose sampler still has the weights that sampled them; here none."""
         return torch.zeros_like(tokens.response_mask)
 
     def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:

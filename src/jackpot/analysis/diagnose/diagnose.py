@@ -224,7 +224,7 @@ def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, 
 
 
 def _unhealthy(findings: Sequence[Finding]) -> str:
-    """Return the summary of an unhealthy run: a line each on the first finding's fault, sign, remedies and evidence."""
+    """Return the summary of an unhealthy run: lines on the fault, sign, remedies and evidence of the first finding."""
     cause, *symptoms = findings
     remedy, _, further_remedies = cause.suggestion.partition("; ")
     sign = f"{cause.metric} is {cause.now:.3g}, {cause.side} the limit of {cause.limit:.3g} ({cause.source})"

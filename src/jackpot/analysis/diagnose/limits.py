@@ -337,7 +337,7 @@ def below_start(most: float, factor: float) -> RunLimit:
 
 
 def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit of the rollout model's accuracy, above which it learns while the policy unlearns.
+    """Return a limit of the rollout model's accuracy, above which that model learns while the policy unlearns.
 
     The limit is two standard errors above the rollout model's first accuracy. It applies only if the policy's newest
     accuracy is more than two standard errors below the policy's first one; else the result is None.

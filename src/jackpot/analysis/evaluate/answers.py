@@ -233,7 +233,7 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
 
 
 def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
-    """Return the fields of the line of NAME.jsonl for one scored response."""
+    """Return one scored response as the fields of its line in NAME.jsonl."""
     rollout, score = answer.rollout, answer.score
     return {
         "number": index,
