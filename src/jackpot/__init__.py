@@ -69,5 +69,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names that completion offers, those not imported yet among them."""
+    """Return the names that tab completion offers, also the public names that are not imported yet."""
     return sorted([*globals(), *__all__, "__version__"])

@@ -99,8 +99,8 @@ def compute_rollout_correction_and_rejection_mask(
         options: `rollout_rs` and its threshold; with docs/verl.patch the columns of Z, [B, T] each, by `Z_FIELDS`.
 
     Returns:
-        Weights, [B, T] in `rollout_is_weights`, or None; the mask that remains; verl's metrics and ours
-        (docs/frameworks.md).
+        Weights, [B, T] in `rollout_is_weights`, or None; `response_mask` without the tokens that verl rejects;
+        verl's metrics and ours (docs/frameworks.md).
 
     Raises:
         ConfigError: the correction or one of its settings is unknown, verl lacks what the correction reads, or settings
@@ -142,7 +142,14 @@ def compute_rollout_correction_and_rejection_mask(
     else:
         weights = torch.ones_like(old_log_prob)
 
-    measured = _measured(*both_log_probs, mask, usable, remaining.bool() & usable, weights, accepted)
+    measured = _measured(
+        *both_log_probs,
+        mask=mask,
+        usable=usable,
+        remaining=remaining.bool() & usable,
+        weights=weights,
+        accepted=accepted,
+    )
     if corrected is not None and z is not None:
         measured |= {name: corrected.metrics[name] for name in _OF_Z}
     return proto, remaining, metrics | {f"jackpot/{name}": float(value) for name, value in measured.items()}
@@ -204,13 +211,13 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
     if name in _REFUSED:
         raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[name]}")
     correction = make_correction(name, **settings)
-    for reason in sorted(_REFUSED.keys() & set(correction.reads)):
-        raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[reason]}")
+    for input_read in sorted(_REFUSED.keys() & set(correction.reads)):  # inputs that verl does not have
+        raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[input_read]}")
     return correction
 
 
 def _number_or_text(text: str) -> float | str:
-    """Return a setting's value as a number, if it is one."""
+    """Return a setting's value as a number if the text is one, else as the text."""
     try:
         return float(text)
     except ValueError:
@@ -242,7 +249,7 @@ def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
         return {}
     lists = []
     for entries in log_probs:
-        top = sorted(entries.items(), key=lambda entry: entry[1].rank)[:k]
+        top = sorted(entries.items(), key=lambda entry: entry[1].rank)[:k]  # by rank, without a sampled token behind k
         lists.append(np.array([(token, entry.logprob) for token, entry in top]))
     return {_LISTS: lists}
 
@@ -305,13 +312,13 @@ def align_top_lists(output: Any, validate: bool) -> None:
 
 
 def z_request(config: DictConfig) -> dict[str, float]:
-    """Return what a trainer adds to a batch so that workers estimate Z: lam by its key; empty if Z is not read.
+    """Return the lam at which workers estimate Z, under the key that it has in a batch; {} if Z is not needed.
 
     Args:
         config: verl's settings.
 
     Raises:
-        ConfigError: with these settings the sampler's lists do not reach the policy's logits.
+        ConfigError: with these settings no worker has both the policy's logits and the sampler's top-k lists.
     """
     rollout_is = OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
     if rollout_is is None or not rollout_is.startswith(_PREFIX):
@@ -342,10 +349,10 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
 
     Args:
         data: a packed micro-batch with lam and the lists of `align_top_lists`.
-        student_logits: [1, N, V] logits of the policy over the temperature; None where the engine asks for a loss.
+        student_logits: [1, N, V] logits of the policy over the temperature; None: the engine asks for the loss.
 
     Returns:
-        The columns of Z by `Z_FIELDS`, [1, N] each; or a loss of 0 and no metrics.
+        With logits, the estimate of Z by `Z_FIELDS`, [1, N] each; without logits, a loss of 0 and no metrics.
 
     Raises:
         DataError: the micro-batch has no lists, as from an engine that returned only the sampled token's log-prob.
@@ -356,6 +363,7 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
     if "teacher_ids" not in names:
         raise DataError(f"the batch has {', '.join(names)} and no top-k lists: was verl's server of vLLM patched too?")
 
+    # `align_top_lists` has put the sampler's lists under verl's names for those of a teacher.
     ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
     if get_ulysses_sequence_parallel_world_size() > 1:
         ids, top = slice_input_tensor(ids, dim=1), slice_input_tensor(top, dim=1)

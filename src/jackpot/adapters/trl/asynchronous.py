@@ -94,7 +94,7 @@ class ServerWeights:
             EngineError, WeightsError: the server does not hold these weights afterwards.
         """
         self._sent += 1
-        send_weights(self._engine, iterator, Version(self._sent, self._sent))
+        send_weights(self._engine, iterator, Version(policy=self._sent, rollout_model=self._sent))
 
     def destroy(self) -> None:
         """Close the connection to the server, and remove the files of weights."""
@@ -291,7 +291,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
 
         head = self._head(
             states,
-            None,
+            None,  # no hidden states of a rollout model
             labels,
             temperature=self.temperature,
             num_top=tokens.top_ids.shape[-1],

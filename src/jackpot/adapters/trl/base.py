@@ -24,7 +24,7 @@ Batch = dict[str, Any]  # TRL's tensors of a generation batch or a micro-batch, 
 
 
 class TRLTrainer(trl.GRPOTrainer):
-    """TRL's trainer of a text model, with the types that its attributes have after its set-up."""
+    """TRL's trainer of a text model; the class declares the types that attributes have after TRL's set-up."""
 
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ def asynchronous() -> tuple[ModuleType, ModuleType]:
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model of transformers that a model of peft wraps, still with the adapter's layers; else `model`."""
+    """Return the transformers model in a model of peft, still with the adapter's layers; else return `model`."""
     unwrap = getattr(model, "get_base_model", None)
     return unwrap() if unwrap else model
 
@@ -77,7 +77,10 @@ def without_dropout(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yield a list to which each forward pass of a model in the block appends its last hidden states, [B, S, H]."""
+    """Yield a list to which each forward pass of the model appends its last hidden states, [B, S, H].
+
+    The passes are those in the body of the `with` statement.
+    """
     caught: list[Tensor] = []
     hook = backbone(plain_model(model)).register_forward_hook(lambda *call: caught.append(call[-1].last_hidden_state))
     try:
@@ -112,7 +115,7 @@ def usable_mask(batch: Batch) -> Tensor:
 def token_batch(batch: Batch, mask: Tensor, with_lists: bool) -> TokenBatch:
     """Return a batch of our learner, [B, T, ...], from TRL's tensors and the columns that the adapters add to them.
 
-    Its advantages are those before the correction.
+    The batch's advantages are those before the correction.
 
     Args:
         mask: the tokens that are read, [B, T] bool: `loss_mask` or `usable_mask`.

@@ -66,7 +66,7 @@ class _Lists(NamedTuple):
     log_probs: Sequence[Any]  # their log-probs, [T, K] for each completion
 
     def padded(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return ids and log-probs as tensors [B, T, K], with zeros behind the end of a completion.
+        """Return the lists' token ids and log-probs as tensors [B, T, K], with zeros behind the end of a completion.
 
         Args:
             width: T, the length of the longest completion.
@@ -125,12 +125,12 @@ class Correcting(_AnyTRLTrainer):
     def _uniforms(self, mask: Tensor) -> Tensor:
         """Draw the random numbers in [0, 1) by which the tokens of a batch are accepted or rejected: [B, T] float64.
 
-        The numbers are hashed from TRL's seed, the name of the batch, the process, the row and the column.
+        A number is hashed from TRL's seed, the name of the batch, the process, and the token's row and column.
         """
         name, _ = self._names.next(self)
         name = name.removeprefix("train/")
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
-        keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])
+        keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])  # 0 is the epoch
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
 
     def _scores(self, head: HeadOutput | JointOutput, tokens: TokenBatch, with_z: bool) -> OldLogProbs:
@@ -152,7 +152,7 @@ class Correcting(_AnyTRLTrainer):
         return scores if with_z else replace(scores, z=known_z(torch.ones_like(scores.old_log_probs)))
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        """Return a mask, [B, T] bool, of tokens whose sampler still has the weights that sampled them; none here."""
+        """Return a mask, [B, T] bool, of tokens whose sampler still has the weights that sampled them; here none."""
         return torch.zeros_like(tokens.response_mask)
 
     def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
@@ -173,8 +173,8 @@ class Correcting(_AnyTRLTrainer):
         """Multiply the correction's weights into the advantages of batches, and log the correction's metrics.
 
         Args:
-            measured: batches, which are changed in place, with the inputs and sums of `_measured`. The factor
-                kappa of the weights is computed from all of these batches, in all processes.
+            measured: batches, which are changed in place, with the inputs and sums of `_measured`. Over all of these
+                batches, in all processes, kappa is computed: a factor that the weights of OBRS contain.
         """
         objective, has_z = self._objective, self._reads_z
         totals = all_reduce_sums(add_sums(*(overlap for _, _, overlap in measured)))
@@ -312,6 +312,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             log_probs=[_first_entries(rows, k) for rows in log_probs],
         )
 
+        # For each token, its log-prob in its list.
         sampled = []
         for completion in zip(completion_ids, ids, log_probs, strict=True):
             tokens = zip(*completion, strict=True)
@@ -349,6 +350,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             return inputs
         self._corrected_at = self.state.global_step
 
+        # The micro-batches of the coming optimizer step, of which `inputs` is the first.
         first = self._step % self.args.steps_per_generation
         needs_z = self._reads_z and self._objective.target == "new"
         measured = []
@@ -435,9 +437,9 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             )
 
     def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> OldLogProbs:
-        """Score some rows of a batch; Z is 1 unless `with_z`."""
+        """Score the tokens of some sequences of a batch with the policy, `model`; Z is 1 unless `with_z`."""
         tokens = token_batch(batch, loss_mask(batch), with_lists=with_z or self._lists_support(batch))
-        hidden = response_hidden(model, tokens), self._rollout_model_hidden(tokens)
+        hidden = response_hidden(model, tokens), self._rollout_model_hidden(tokens)  # of policy and rollout model
         head = self._head(
             *hidden,
             tokens.at_sampled(tokens.response_ids),
@@ -446,6 +448,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             gather_ids=tokens.at_sampled(tokens.top_ids),
             only_log_probs=True,
         )
+        # Where top_k cut the sampler's distribution and the lists hold what it kept, scores are renormalized over that.
         return self._scores(self._on_support(head, self._head.heads(*hidden), batch, tokens), tokens, with_z)
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:

@@ -157,4 +157,5 @@ def make_engine(
     # Only token ids that TRL's model has can be sampled.
     cut_head(model, output_layer(plain_model(trainer.accelerator.unwrap_model(trainer.model))).out_features)
     ends = {*eos_token_ids(model), tokenizer.eos_token_id}  # pyright: ignore[reportUnhashable] (an id, and no list)
-    return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=Version(0, 0), drafter=drafter)
+    version = Version(policy=0, rollout_model=0)
+    return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=version, drafter=drafter)

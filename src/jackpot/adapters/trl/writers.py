@@ -62,7 +62,7 @@ class TwoModels:
         return not all(can_pack(self[role]) for role in ("policy", "rollout_model"))
 
     def __getitem__(self, role: Role) -> PreTrainedModel:
-        """Return the model of a role, of transformers; with layers of peft where TRL trains an adapter."""
+        """Return the transformers model of a role, which holds the layers of peft where TRL trains an adapter."""
         trainer = self._trainer
         return trainer.rollout_model if role == "rollout_model" else plain_model(_unwrapped(trainer))
 
@@ -78,12 +78,12 @@ class TwoModels:
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        """Compute a model's log-probs of batches, by name, as `Learner.score` does; dropout is off."""
+        """Compute a model's log-probs, [T, 1 + K] by rollout uid, as `Learner.score` does; dropout is off."""
         model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
             on_device = (batch_to(batch, accelerator.device) for batch in batches)
-            columns = [list_log_probs(model, batch, sampling) for batch in on_device]
-        return column_on_host(list(zip(batches, columns, strict=True)))
+            log_probs = [list_log_probs(model, batch, sampling) for batch in on_device]  # of each batch, [B, T, 1 + K]
+        return column_on_host(list(zip(batches, log_probs, strict=True)))
 
 
 class Writers:

@@ -44,10 +44,11 @@ Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 
 
 class Worth(NamedTuple):
-    """The worth of a rollout of another model, in rollouts of the policy's own, and the three means that give it.
+    """The worth of a rollout of another model, in rollouts of the policy's own, as three numbers that give it.
 
-    The fields are tensors of one shape. The worth is effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md). F is
-    the factor of the correction on a token's gradient.
+    They are the effective sample size, the gap that a correction leaves, and the excess weight of states that the
+    policy visits less often than the sampler: worth = effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md). F is
+    the factor of the correction on a token's gradient. The fields are tensors of one shape.
 
     Why: the best step along an estimate g of the gradient G gains <E g, G>^2 / E|g|^2. Noise of single rollouts makes
     up nearly all of E|g|^2, which is then proportional to E F^2. Of E g, the share 1 - elsewhere is in states that the
@@ -61,7 +62,7 @@ class Worth(NamedTuple):
 
     @property
     def of_tokens(self) -> Tensor:
-        """Return the worth by tokens alone: every state counts as visited by the policy (elsewhere = 0)."""
+        """Return the worth by tokens alone, as if no state had too much weight (`elsewhere` were 0)."""
         return self.effective * (1.0 - 2.0 * self.gap).clamp(min=0.0).square()
 
     @property
@@ -71,11 +72,11 @@ class Worth(NamedTuple):
 
 
 def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
-    """Compute the worth of a mixture: corrected rollouts of the rollout model, and the policy's own rollouts (F = 1).
+    """Compute the worth of a rollout in a mixture of corrected rollouts of the rollout model and the policy's own.
 
-    F is the correction's factor on a token's gradient. With the fraction s and the means m = E F and q = E F^2,
-    effective is (s m + 1 - s)^2 / (s q + 1 - s), and gap and elsewhere are those of the rollout model times
-    s m / (s m + 1 - s).
+    F is the correction's factor on a token's gradient, and 1 on the policy's own tokens. With s for `fraction`, m for
+    the mean of F and q for that of F^2, effective is (s m + 1 - s)^2 / (s q + 1 - s). Gap and elsewhere are those of
+    the rollout model times s m / (s m + 1 - s), its share of the weight.
 
     Args:
         sums: [..., 7] sums over tokens of the rollout model, the COLUMNS.
@@ -84,6 +85,7 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     Returns:
         The worth, [...].
     """
+    # The sums by their names in COLUMNS; `overlap`, the last one, is not needed.
     tokens, factor, square, wrong, trained, elsewhere, _ = sums.unbind(-1)
     mean_factor, mean_square = factor / tokens, square / tokens
 
@@ -135,13 +137,16 @@ class JudgedCorrection:
 
     @property
     def kind(self) -> str:
-        """Return the name of the correction; with its setting `proximal` where _SIMPLICITY ranks that pair."""
+        """Return the correction's name; if _SIMPLICITY ranks it with this `proximal` by itself, "NAME PROXIMAL"."""
         at_point = f"{self.name} {self.settings.get('proximal')}"
         return at_point if at_point in _SIMPLICITY else self.name
 
     @property
     def simplicity(self) -> tuple[int, bool, int]:
-        """Return a sort key that is smallest for the simplest correction: rank, noise of the mask, other settings."""
+        """Return a sort key that is smallest for the simplest correction.
+
+        The key is (rank of its kind, whether its mask is sampled and so noisy, number of its other settings).
+        """
         rank = _SIMPLICITY.get(self.kind, len(_SIMPLICITY))
         # A sampled mask has the mean of the expected mask, and more noise.
         is_noisy = self.name == "obrs" and self.settings.get("mask") != "expected"
@@ -155,12 +160,12 @@ class JudgedCorrection:
 
     @property
     def of_tokens(self) -> Estimate:
-        """Return the worth by tokens alone: every state counts as visited by the policy."""
+        """Return the worth by tokens alone, as if no state had too much weight for how often the policy visits it."""
         return estimate(lambda sums: worth_of(sums).of_tokens, self.groups)
 
     @property
     def effective(self) -> Estimate:
-        """Return the effective sample size as a share of the tokens, which unequal weights of states lower too."""
+        """Return the effective sample size as a share of the tokens; unequal factors of the correction lower it."""
         return estimate(lambda sums: worth_of(sums).effective, self.groups)
 
     @property
@@ -170,7 +175,7 @@ class JudgedCorrection:
 
     @property
     def elsewhere(self) -> Estimate:
-        """Return the share of states that the policy visits less often than the rollout model."""
+        """Return the share of the states' weight that is too much: the policy visits those states less often."""
         return estimate(lambda sums: worth_of(sums).elsewhere, self.groups)
 
 
@@ -214,7 +219,7 @@ class Costs(NamedTuple):
 class Generation(NamedTuple):
     """A way to generate rollouts with its worth and its costs.
 
-    A cost is that of as much progress as one rollout of the policy's own makes, in units of that rollout's cost.
+    A cost is what this way spends for the progress that one rollout of the policy's own makes; that rollout costs 1.
     """
 
     label: str

@@ -31,7 +31,10 @@ class Difference:
 
     @property
     def error(self) -> float | None:
-        """Return the standard error of the mean difference; with fewer than `FEW_SEEDS` seeds, at least `noise`."""
+        """Return the standard error of the mean difference, from its spread over the seeds.
+
+        With fewer than `FEW_SEEDS` seeds it is at least `noise`, the error by the choice of evaluation problems.
+        """
         if self.seeds >= FEW_SEEDS:
             return self.spread.error
         return max(filter(None, (self.spread.error, self.noise)), default=None)
@@ -133,7 +136,14 @@ def compare(
     # The last evaluation within the budget, by arm and seed.
     points = {arm: _points_at(arm_runs, unit, budget) for arm, arm_runs in arms.items()}
     rows = tuple(
-        _row(arm_runs, points[arm], {} if arm == baseline else points[baseline], unit, budget, accuracy)
+        _row(
+            arm_runs,
+            points=points[arm],
+            base={} if arm == baseline else points[baseline],
+            unit=unit,
+            budget=budget,
+            accuracy=accuracy,
+        )
         for arm, arm_runs in arms.items()
     )
     best = max(rows, key=lambda row: row.after.mean).arm
@@ -164,7 +174,7 @@ def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
 
 
 def _noise(run: RunSummary, start: float) -> float:
-    """Return two standard errors of the difference between two evaluations of a run that began at `start`."""
+    """Return two standard errors of the difference between two evaluations of a run near the accuracy `start`."""
     if run.measure == "accuracy":
         return two_errors(run.problems, start)
     return 2.0 * math.sqrt(2.0) * (run.points[0].policy_accuracy_stderr or 0.0)
@@ -223,6 +233,7 @@ def _row(
         difference=_difference(points, base),
         cost=None if accuracy is None else _cost(runs, accuracy),
         collapsed=tuple(f"seed {run.seed}: {run.collapse.sentence}" for run in runs if run.collapse),
+        # Runs that ended before the budget without a collapse.
         short=sum(run.collapse is None and _is_short(run, unit, budget) for run in runs),
     )
 

@@ -124,7 +124,7 @@ def _follow(child: _Child, stop_rule: StopRule, listen: ArmListener) -> None:
 
     child.file_state = (state.st_size, state.st_mtime_ns)
     child.lines, events = _read(child.run)
-    listen(child.run, child.lines, "")
+    listen(child.run, child.lines, "")  # "": the run has not ended
 
     newest = max((line["iteration"] for line in child.lines if measure_of(line)), default=-1)
     if child.stop_reason is None and newest > child.evaluation:

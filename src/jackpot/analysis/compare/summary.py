@@ -69,7 +69,7 @@ class RunSummary:
 
     @property
     def last(self) -> EvaluationPoint:
-        """Return the last evaluation."""
+        """Return the run's last evaluation."""
         return self.points[-1]
 
     @property
@@ -159,6 +159,7 @@ def _spent(line: Mapping[str, Any], config: Config) -> dict[str, float]:
     if line["iteration"] == 0:
         return {}
 
+    # `sampling/gen_batches`: how many batches were generated, several where groups are filtered; None counts as 1.
     return {
         "sequences": (line.get("sampling/gen_batches") or 1.0) * config.batch.rollouts,
         "tokens": line["tokens/rollout"],

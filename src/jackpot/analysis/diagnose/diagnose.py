@@ -54,7 +54,7 @@ class Diagnosis:
 
     @property
     def coverage(self) -> tuple[str, ...]:
-        """Return a sentence on the metrics that were judged, then for each reason one on those that were not."""
+        """Return a sentence on the metrics that were judged, then one for each reason why others were not judged."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.not_looked_at.items():
             by_reason.setdefault(reason, []).append(name)
@@ -79,6 +79,7 @@ def diagnose(
     """
     history = MetricHistory(lines, events, config, saved)
     judged = [(rule.name, _judge(rule, history)) for rule in RULES]
+    # A judgement is `unseen` where the rule could not judge, for example for want of values.
     looked_at = tuple(dict.fromkeys(name for name, judgement in judged if not judgement.unseen))
     explained = {name: judgement.explained for name, judgement in judged if judgement.explained}
 
@@ -166,18 +167,21 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
         source=rule.source,
         look=rule.look or LOOKS[rule.group],
     )
-    return _Judgement(finding)
+    return _Judgement(finding=finding)
 
 
 def _remedies(suggestion: str, config: Config) -> str:
-    """Return a suggestion without remedies whose settings the run does not have; with all, if none would remain."""
+    """Drop the remedies from a suggestion that name settings the run does not have; keep all if none would remain."""
     remedies = suggestion.split("; ")
     possible = [remedy for remedy in remedies if all(_has(config, path) for path in _SETTING.findall(remedy))]
     return "; ".join(possible or remedies)
 
 
 def _has(config: Config, path: str) -> bool:
-    """Tell whether the run has the setting at a dotted path: no block on the way is null or of another kind."""
+    """Tell whether the run has the setting at a dotted path, such as `rollout_model.share`.
+
+    A run lacks a setting if a block that holds it is null, or of a kind without this setting.
+    """
     *blocks, name = path.split(".")
     block: Any = config
     for key in blocks:
@@ -187,7 +191,8 @@ def _has(config: Config, path: str) -> bool:
 
 def _details(rule: Rule, history: MetricHistory) -> str:
     """Return text from events and settings to append to a rule's explanation; "" for most rules."""
-    # The table has functions, of which only the one for this rule's metric is called.
+    # For each metric a function that returns the text; only the function for this rule's metric is called. SAME names
+    # the metrics that rise if the policy learns, and NOTHING begins the explanation that it has learned nothing.
     details = {
         ENGINE_GAP: history.computed_differently,
         "events/stopped": lambda: history.newest("stopped", "why") + history.computed_differently(),
@@ -219,7 +224,7 @@ def _no_finding(history: MetricHistory, looked_at: int, explained: Mapping[str, 
 
 
 def _unhealthy(findings: Sequence[Finding]) -> str:
-    """Return the summary of an unhealthy run: a line each on the first finding's fault, sign, remedies and evidence."""
+    """Return the summary of an unhealthy run: lines on the fault, sign, remedies and evidence of the first finding."""
     cause, *symptoms = findings
     remedy, _, further_remedies = cause.suggestion.partition("; ")
     sign = f"{cause.metric} is {cause.now:.3g}, {cause.side} the limit of {cause.limit:.3g} ({cause.source})"

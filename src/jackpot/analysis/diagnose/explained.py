@@ -26,7 +26,8 @@ def unexplained(config: Config, value: float) -> str:
 def by_rejection(limit: float) -> Explained:
     """Return an explanation of a low acceptance: the setting `budget`, or a `lam` above 1.
 
-    OBRS accepts a token with the probability min(1, p_policy / (lam p_engine)), so lam divides it by at most lam.
+    OBRS accepts a token with the probability min(1, p_policy / (lam p_engine)), so a lam above 1 divides the acceptance
+    by lam at most.
 
     Args:
         limit: limit of the acceptance at lam = 1.
@@ -66,18 +67,18 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain why PPO clips the policy's ratio often, or never: `proximal: rollout` makes it one to the sampler."""
+    """Explain why PPO clips the policy's ratio often, or never: by `proximal: rollout` it is policy over sampler."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it one to the sampler."""
+    """Explain why PPO clips the rollout model's ratio often: by `proximal: rollout` it is that model over sampler."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 
 
 def _by_proximal(setting: str, correction: PolicyCorrection | RolloutModelCorrection) -> str:
-    """Return the setting `proximal` of the correction at the path `setting` if it is `rollout`, else ""."""
+    """Return text if a correction has `proximal: rollout`, else ""; `setting` is the dotted path of the correction."""
     return f"{setting}.proximal=rollout" if correction.proximal == "rollout" else ""
 
 
@@ -88,6 +89,7 @@ def by_capped_weights(config: Config, value: float) -> str:
     """
     correction = config.objective.correction
     caps = [getattr(correction, name) for name in ("cap", "c1", "high") if hasattr(correction, name)]
+    # A correction without weights has no cap in `caps`; `all` is then True.
     has_cap = correction.name not in ("is", "custom") and correction.proximal != "rollout"
     return f"objective.correction={correction.name}" if has_cap and all(map(math.isfinite, caps)) else ""
 

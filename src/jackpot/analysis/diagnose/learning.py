@@ -37,7 +37,10 @@ class Level(NamedTuple):
 
 
 def levels_of(history: MetricHistory, metric: str) -> list[Level]:
-    """Return the levels of a metric in a run, oldest first; empty if the run does not have the metric."""
+    """Return the levels of skill by one metric in a run, oldest first; empty if the run does not have the metric.
+
+    An evaluation gives one level, and so does a window of training rewards.
+    """
     if metric == REWARDS:
         return _reward_levels(history)
     errors = dict(history.series(f"{metric}_stderr"))
@@ -93,7 +96,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
         # As CHANCE_ERRORS, but for the best of several levels (Bonferroni).
         errors_of_best = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
         never_rose = best.mean <= first.mean + errors_of_best * _difference_error(first, best)
-        if never_rose != at_once:
+        if never_rose != at_once:  # the run is of the other kind, to which this limit does not apply
             return None
 
         below_first = first.mean - CHANCE_ERRORS * _difference_error(first, last)
@@ -155,7 +158,7 @@ def sparse_limit(largest: float) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the largest share that is healthy in this run; None: no limit applies to this run."""
+        """Return the largest healthy share of groups or steps without a signal in this run; None: no limit applies."""
         if at_start(history, values) <= largest:
             return largest
         is_rare = fmean(values) > RARE_REWARDS and _is_late(history) and not _has_risen(history)

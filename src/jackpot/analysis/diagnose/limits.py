@@ -33,10 +33,10 @@ class MetricHistory:
     """The values of all metrics over a run, from metrics.jsonl, events.jsonl and saved rollouts.
 
     Four metrics are derived here:
-    - `mismatch/prefix_ess` is the effective sample size (ESS) of the prefixes up to the middle of a mean response.
+    - `mismatch/prefix_ess` is the effective sample size (ESS) of prefixes up to half the mean response length.
     - `obrs/acceptance_error` is |acceptance - Z|, divided by what chance and the bounds of Z allow
       (`_add_acceptance_error`).
-    - `seconds/slowest` is the longest delay of a phase so far: its duration over the phase's median (`_add_slowest`).
+    - `seconds/slowest` is a delayed phase's duration over the phase's median, the largest so far (`_add_slowest`).
     - `events/NAME` is the running number of events of that name in the newest tenth of the iterations.
 
     Args:
@@ -61,6 +61,7 @@ class MetricHistory:
         self._lines: list[dict[str, Any]] = [dict(line) | _prefix_ess(line) for line in lines]
         _add_acceptance_error(self._lines)
         _add_slowest(self._lines, events)
+        # Further metrics of iterations; `series` takes a metric from the lines that have it.
         self._lines += map(dict, saved)
 
     def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
@@ -105,7 +106,7 @@ class MetricHistory:
             return gap_of_dtypes
 
         # The newest check of the model's engine counts; if there is none and all engines have the same settings, the
-        # newest check of any engine.
+        # newest check of any engine; without any check the last resort, `gap_of_dtypes`.
         checks = [event for event in self._events if "allowed" in event]
         checks_of_model = [event for event in checks if event.get("model", model) == model]
         checks_of_equals = checks if self.config.evaluation.engine is None else []
@@ -145,9 +146,9 @@ class MetricHistory:
 
 
 def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metric `mismatch/prefix_ess` of a line: the effective sample size (ESS) of prefixes, mid-response.
+    """Return `mismatch/prefix_ess` of an iteration: the effective sample size (ESS) of the first halves of responses.
 
-    It is the ESS at the last measured position before the middle of a mean response; {} without such a position.
+    It is the ESS at the last measured position up to half the mean response length; {} without such a position.
     """
     middle = (line.get("response/tokens") or 0.0) / 2
     begins = {int(match[1]): name for name in line if (match := _PREFIX_ESS.match(name))}
@@ -276,7 +277,7 @@ def only_for(applies: Callable[[Config], bool], limit: RunLimit) -> RunLimit:
 
 
 def clip_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a low limit just above 0 for the share of clipped tokens, if the policy moves far in an iteration."""
+    """Return a low limit just above 0 for the share of clipped tokens if the policy moves far in an iteration."""
     objective = history.config.objective
     has_clip = objective.clip_low is not None and objective.clip_high is not None and objective.surrogate != "oapl"
     return math.ulp(1.0) if has_clip and history.recent("policy/approx_kl_k3") > LARGE_STEP_KL else None
@@ -304,6 +305,7 @@ def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
 
     if config.rollout_model is None:
         return {"policy": config.engine}
+    # The metric is of training rollouts: the engines of all models that generate some of them.
     return {model: evaluated[model] for model in config.writers(1, config.iterations)}
 
 
@@ -316,7 +318,7 @@ def ratio_limit(distance: float) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the mean ratio beyond which this run is unsound; None: the models are too far apart for a limit."""
+        """Return a limit of the mean ratio, above or below 1 as for `distance`; None: the models are too far apart."""
         deviation = max(abs(distance), CHANCE_ERRORS * history.recent("mismatch/ratio_stderr"))
         is_close = history.recent("mismatch/kl_policy_rollout") < SMALL_KL
         return 1.0 + math.copysign(deviation, distance) if is_close else None
@@ -335,7 +337,7 @@ def below_start(most: float, factor: float) -> RunLimit:
 
 
 def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit of the rollout model's accuracy, above which it learns while the policy unlearns.
+    """Return a limit of the rollout model's accuracy, above which that model learns while the policy unlearns.
 
     The limit is two standard errors above the rollout model's first accuracy. It applies only if the policy's newest
     accuracy is more than two standard errors below the policy's first one; else the result is None.
@@ -346,7 +348,7 @@ def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def generation_batches_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit of the generation batches of an iteration: `max_num_gen_batches` - 1; None without filtering."""
+    """Return a limit of the number of generation batches an iteration: one below the most; None without filtering."""
     filtering = history.config.batch.filter_groups
     return filtering.max_num_gen_batches - 1 if filtering else None
 
@@ -375,7 +377,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Return the metric that the rule limits, or the ratio of two metrics."""
+        """Return the name of the metric that the rule limits, or "METRIC / OVER" for a ratio of two metrics."""
         return f"{self.metric} / {self.over}" if self.over else self.metric
 
     @property
@@ -384,6 +386,6 @@ class Rule:
         return self.aggregate in (median, fmean, spread)
 
     def limits(self, history: MetricHistory, values: Values) -> tuple[float, float]:
-        """Return the low and the high limit for a run; a limit that does not apply is infinite."""
+        """Return the low and the high limit of the rule's metric in a run; a limit that does not apply is infinite."""
         low, high = (limit(history, values) if callable(limit) else limit for limit in (self.low, self.high))
         return -math.inf if low is None else low, math.inf if high is None else high

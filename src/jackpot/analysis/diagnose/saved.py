@@ -101,8 +101,9 @@ def _prompt_signs(
 
 def _response_signs(table: pa.Table, config: Config) -> dict[str, float]:
     """Return the signs from the ends of responses, and from the share of the most frequent response."""
-    rows = table.select(["response", "token_ids", "tokens"]).to_pylist()
+    rows = table.select(["response", "token_ids", "tokens"]).to_pylist()  # `tokens`: each token as text
     stops = set(config.sampling.stop_token_ids)
+    # Shares of the responses: with an end token before their last token, and ended by one of the run's stop ids.
     signs = {
         "saved/end_inside": fmean(any(map(_END.match, row["tokens"][:-1])) for row in rows),
         "saved/ended_by_stop_ids": fmean(not stops.isdisjoint(row["token_ids"][-1:]) for row in rows),

@@ -72,7 +72,7 @@ class AnswerFile:
             k: number of responses to each problem.
 
         Raises:
-            CheckpointError: the table exists and its number of rows is not problems x k, or it cannot be read.
+            CheckpointError: NAME.parquet exists, but has not problems x k rows or cannot be read.
         """
         self.path, self._lines = folder / f"{name}.parquet", folder / f"{name}.jsonl"
         self._shape = (problems, k)
@@ -82,7 +82,7 @@ class AnswerFile:
         elif self._lines.exists():
             os.truncate(self._lines, _whole_size(self._lines))
 
-        self._missing = self._offsets() < 0
+        self._missing = self._offsets() < 0  # [problems, k]; an offset of -1 stands for a missing response
         self._appended = AppendedFile(self._lines)
 
     @property
@@ -165,7 +165,10 @@ class AnswerFile:
         return offsets
 
     def _rows(self, offsets: NDArray[np.int64], prompt: Callable[[int], Prompt]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the rows of the table, about _ROWS_AT_ONCE at a time."""
+        """Yield the rows of NAME.parquet, about _ROWS_AT_ONCE at a time, from the lines of NAME.jsonl.
+
+        `offsets`, [problems, k], are where the lines of the responses begin; `prompt` returns a problem by its index.
+        """
         rows: list[dict[str, Any]] = []
         with self._lines.open("rb") as file:
             for index, line_offsets in enumerate(offsets):
@@ -230,7 +233,7 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
 
 
 def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
-    """Return the fields of the line of NAME.jsonl for one scored response."""
+    """Return one scored response as the fields of its line in NAME.jsonl."""
     rollout, score = answer.rollout, answer.score
     return {
         "number": index,
@@ -245,7 +248,7 @@ def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
 
 
 def _whole_size(path: Path) -> int:
-    """Return the size of a file up to the end of its last whole line, bytes."""
+    """Return the number of bytes in a file up to the end of its last whole line."""
     return sum(len(text) for _, text in _lines(path) if text.endswith(b"\n"))
 
 

@@ -81,7 +81,7 @@ class BenchmarkResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Benchmark:
-    """A set of problems whose prompts have all been read."""
+    """A set of problems, with the digest and the longest prompt that were found by reading all its prompts."""
 
     name: str
     task: Task
@@ -224,7 +224,7 @@ def _make_engine(config: BenchmarksConfig, path: str, benchmarks: Sequence[_Benc
         cleanup: stack that will close the engine.
     """
     torch.set_num_threads(pick_threads(config.threads))
-    engine = make_engine(config.engine, path, pick_device(config.device), Version(0, 0))
+    engine = make_engine(config.engine, path, pick_device(config.device), Version(policy=0, rollout_model=0))
     cleanup.callback(engine.close)
 
     context = engine.capabilities.max_model_len
@@ -250,7 +250,7 @@ def _answer(
     under_way: dict[str, tuple[int, int]] = {}  # uid of a request -> (index of the problem, sample)
 
     def requests() -> Iterator[Request]:
-        """Yield a request for each missing response, and note in `under_way` which one."""
+        """Yield a request for each missing response, and note in `under_way` which response each request is for."""
         prompts: dict[int, Prompt] = {}  # the newest prompt by its index; all samples of a problem share it
         for index, sample in file.missing():
             if index not in prompts:

@@ -53,7 +53,7 @@ def sample_answers(run: Path, problems: int, seed: int) -> list[tuple[Prompt, li
 
         for role in before:
             for is_after, path in ((False, before[role]), (True, after[role])):
-                with closing(make_engine(settings, path, device, Version(0, 0))) as engine:
+                with closing(make_engine(settings, path, device, Version(policy=0, rollout_model=0))) as engine:
                     result = evaluate(engine, task, tokenizer, prompts, config.sampling, seed, k=1)
                 for row, response, score in zip(answers, result.responses, result.scores, strict=True):
                     row.append(

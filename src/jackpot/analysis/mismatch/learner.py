@@ -52,7 +52,7 @@ def learner_model(
         settings: settings of the engine.
         path: path of the model.
         device: device that the model is loaded to.
-        rows: number of rows of the output layer that are read; None: all.
+        rows: the model is read over the token ids below `rows` only; None: over all ids.
 
     Raises:
         ModelError, EngineError: as `load_model`, `set_engine_attention`, `ModelWeights`.
@@ -87,9 +87,10 @@ def learner_scores(
                 hidden, ids, mask = forward_rollouts(model, batch)
                 top_ids = torch.cat([rollout.top_ids for rollout in batch]).to(model.device)
                 chunks = exact_log_probs(model, temperature, hidden[mask], ids[mask], top_ids)
+                # The fields of `LearnerScores` but `experts`, in their order, each for all tokens of the batch.
                 columns = [torch.cat(pieces).cpu() for pieces in zip(*starmap(_columns, chunks), strict=True)]
 
-            # Every column is cut into the responses of the batch. Experts are recorded for prompt and response of a
+            # Every field is cut into the responses of the batch. Experts are recorded for prompt and response of a
             # single rollout, of which the last rows are the response.
             experts = newest_experts()
             lengths = [len(rollout.token_ids) for rollout in batch]
@@ -115,8 +116,8 @@ def _columns(log_probs: Tensor, ids: Tensor, top_ids: Tensor) -> tuple[Tensor, .
         top_ids: [n, K] tokens of the sampler's list.
 
     Returns:
-        log q of the tokens [n], log q at the top ids [n, K], the smallest log q elsewhere [n], the entropy [n], and the
-        most probable token [n].
+        The fields in their order: log q of the tokens [n], log q at the top ids [n, K], the smallest log q elsewhere
+        [n], the entropy [n], and the most probable token [n].
     """
     entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
     lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)

@@ -27,7 +27,7 @@ _ALL_TOKENS = 0  # row, in the sums of all bands, of the band that has every tok
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseGap:
-    """The gaps |p - q| between sampler and learner at the tokens of one response."""
+    """The gaps |p - q| at the tokens of one response, with p of the sampler and q of the learner."""
 
     uid: str
     tokens: int  # number of sampled tokens
@@ -87,13 +87,13 @@ class MismatchSums:
     """A collector of the mismatch at the tokens of responses, which are added one by one in any order."""
 
     def __init__(self) -> None:
-        self._sums: ClusteredMean | None = None  # [bands, columns], a column for each quantity that is averaged
+        self._sums: ClusteredMean | None = None  # [bands, quantities]: the sums of each averaged quantity in each band
         self._largest = torch.tensor(-math.inf)  # [bands] largest gap
         self._bands: list[tuple[str, str]] = []  # (kind, name) of each band; the first is of all tokens
-        self._columns: list[str] = []  # names of the columns
+        self._quantities: list[str] = []  # names of the averaged quantities
         self._responses: list[ResponseGap] = []
         self._log_ratios: list[Tensor] = []  # for each response [N] log q/p of its sampled tokens
-        self._pairs: list[Tensor] = []  # for each response [N, 2] probabilities (p, q) of its sampled tokens
+        self._probabilities: list[Tensor] = []  # for each response [N, 2] probabilities (p, q) of its sampled tokens
         self._is_exact = True  # whether the bounds of KL and total variation are equal in all responses
 
     def add(self, uid: str, tokens: TokenMismatch) -> None:
@@ -102,10 +102,10 @@ class MismatchSums:
         if not len(gap):
             return
 
-        # The sums of this response, [bands, columns].
-        bands, columns = _masks(tokens), _columns(tokens)
-        self._bands, self._columns = [*bands], [*columns]
-        masks, values = torch.stack([*bands.values()]), torch.stack([*columns.values()])
+        # The sums of every quantity over this response's tokens in every band, [bands, quantities].
+        bands, quantities = _masks(tokens), _averaged(tokens)
+        self._bands, self._quantities = [*bands], [*quantities]
+        masks, values = torch.stack([*bands.values()]), torch.stack([*quantities.values()])
         totals = torch.where(masks[:, None], values, 0.0).sum(-1)
         counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
         has_tokens = (counts > 0).double()
@@ -125,7 +125,7 @@ class MismatchSums:
             ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
         )
         self._log_ratios.append(tokens.log_ratio)
-        self._pairs.append(torch.stack([tokens.sampler, tokens.learner], dim=-1).float())
+        self._probabilities.append(torch.stack([tokens.sampler, tokens.learner], dim=-1).float())
         self._is_exact &= tokens.is_exact
 
     def numbers(self) -> MismatchNumbers:
@@ -141,6 +141,7 @@ class MismatchSums:
         max_gaps = tuple(response.max_gap for response in self._responses)
         mean_gaps = tuple(response.mean_gap for response in self._responses)
 
+        # The bands of every kind, such as position; the band of all tokens is left out.
         bands: dict[str, tuple[TokenBand, ...]] = {}
         for row, (kind, name) in enumerate(self._bands):
             if row != _ALL_TOKENS and (band := self._band(row, name)):
@@ -169,19 +170,20 @@ class MismatchSums:
             support=means.get("support"),
             bands=bands,
             each=tuple(self._responses),
-            drawn=_drawn(torch.cat(self._pairs)),
+            drawn=_drawn(torch.cat(self._probabilities)),
         )
 
     def _means(self, row: int) -> dict[str, Estimate]:
-        """Return the mean over one band's tokens of every quantity in `_columns`, by name; empty without tokens.
+        """Return the mean over one band's tokens of every quantity in `_averaged`, by name; empty without tokens.
 
         `row` is the band's row in the sums.
         """
         sums = self._sums
         assert sums is not None  # `numbers` has checked that there is a response
-        # A `ClusteredMean` for each column, made of the entries [row, column] of all fields of the sums.
+        # A `ClusteredMean` for each quantity, made of the entries [row, quantity] of all fields of the sums.
         band_sums = [getattr(sums, field.name)[row] for field in fields(sums)]
-        means = {name: ClusteredMean(*column).estimate for name, *column in zip(self._columns, *band_sums, strict=True)}
+        by_name = zip(self._quantities, *band_sums, strict=True)
+        means = {name: ClusteredMean(*values).estimate for name, *values in by_name}
         return {name: mean for name, mean in means.items() if mean}
 
     def _band(self, row: int, name: str) -> TokenBand | None:
@@ -225,9 +227,9 @@ def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
     }
 
 
-def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
+def _averaged(tokens: TokenMismatch) -> dict[str, Tensor]:
     """Return the quantities to average over tokens, [N] each, by name."""
-    columns = {
+    quantities = {
         "gap": tokens.gap,
         "log_gap": tokens.log_ratio.abs(),
         "k1": -tokens.log_ratio,
@@ -238,22 +240,28 @@ def _columns(tokens: TokenMismatch) -> dict[str, Tensor]:
     # Quantities that are unknown for some pairs of engines.
     for name, bounds in (("kl", tokens.kl), ("variation", tokens.variation)):
         if bounds is not None:
-            columns |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
+            quantities |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}
     for name in ("support", "other_token", "other_experts"):
         if (values := getattr(tokens, name)) is not None:
-            columns[name] = values
-    return columns
+            quantities[name] = values
+    return quantities
 
 
 def _quantiles(log_ratios: Tensor) -> dict[str, float]:
-    """Return quantiles of q/p by share of tokens: the smallest ratio that this share of the tokens does not exceed."""
+    """Return quantiles of q/p by share of tokens: the smallest ratio that this share of the tokens does not exceed.
+
+    q is the learner's probability of a token, p the sampler's.
+    """
     ordered = log_ratios.sort().values
     indices = [max(0, math.ceil(share * len(ordered)) - 1) for share in QUANTILES]
     return {f"{share:g}": math.exp(float(ordered[index])) for share, index in zip(QUANTILES, indices, strict=True)}
 
 
 def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
-    """Pick at most DRAWN_TOKENS of N pairs (p, q) for the picture: every n-th one, and the one of the largest gap."""
+    """Pick at most DRAWN_TOKENS of N tokens for the picture of p against q: every n-th, and that of the largest gap.
+
+    p is the sampler's probability of a token, q the learner's; `pairs` is [N, 2].
+    """
     step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})

@@ -36,7 +36,7 @@ from jackpot.rollout.tasks.registry import make_sets, make_task
 
 _MOST_LOG_PROBS = 2**26  # most log-probs of all tokens together that are kept by default: 800 MB with token ids
 _TOP_LOG_PROBS = 64  # log-probs that are kept of each token where whole distributions would exceed _MOST_LOG_PROBS
-_VERSION = Version(0, 0)
+_VERSION = Version(policy=0, rollout_model=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class MismatchPair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchResult:
-    """The results of all pairs, in the order of the samplers and then of the learners."""
+    """The results of all pairs of a sampler and a learner, in the order of the samplers and then of the learners."""
 
     settings: dict[str, Any]  # as `MismatchConfig` has them
     pairs: tuple[MismatchPair, ...]
@@ -143,7 +143,7 @@ def _pair_name(config: MismatchConfig, sampler: str, learner: str) -> str:
 
 
 def _check_servers(sides: Sequence[SideConfig], rows: int) -> None:
-    """Raise ModelError for a server whose model has more output rows than `rows`: servers always read all rows."""
+    """Raise ModelError for a server whose model has token ids from `rows` on: servers sample and score all ids."""
     for side in sides:
         rows_read = head_rows({side.path: side.path})
         if is_remote(side.engine) and rows_read > rows:
@@ -163,7 +163,7 @@ def _sample(
 ) -> tuple[list[Rollout], list[SamplerScores]]:
     """Generate the responses of one sampler, and return them with the sampler's scores.
 
-    Every sampler gets the same prompts and the same random numbers, and reads `rows` rows of its output layer.
+    Every sampler gets the same prompts and the same random numbers, and samples only token ids below `rows`.
     """
     with closing(make_engine(sampler.engine, sampler.path, device, _VERSION, rows=rows)) as engine:
         vocabulary = engine.capabilities.vocab_size
@@ -220,7 +220,7 @@ def _requests(
         count = config.responses // len(tasks) + (index < config.responses % len(tasks))
         requests = []
         for prompt in PromptStream(task, "test", config.seed).next(count):
-            key = ("mismatch", index, prompt.uid, 0)
+            key = ("mismatch", index, prompt.uid, 0)  # index of the task, problem, number of the sample
             uid = "/".join(map(str, key))
             requests.append(Request(uid=uid, prompt=prompt, seed=fold_in(config.seed, *key), sampling=sampling))
         yield task, requests
@@ -229,7 +229,10 @@ def _requests(
 def _learner_scores(
     learner: LearnerConfig, rollouts: Sequence[Rollout], temperature: float, device: torch.device, rows: int
 ) -> list[LearnerScores]:
-    """Score responses with a learner: transformers scores whole distributions, every other engine single tokens."""
+    """Score responses with a learner: transformers scores whole distributions, every other engine single tokens.
+
+    The learner's distributions are over the token ids below `rows`.
+    """
     if isinstance(learner.engine, TransformersEngineConfig):
         model = learner_model(learner.engine, learner.path, device, rows)
         autocast = DTYPES[learner.autocast] if learner.autocast else None
