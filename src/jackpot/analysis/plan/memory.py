@@ -138,6 +138,7 @@ def _merged_weights(config: Config) -> int:
 
     Models are sent one after the other, so the larger one counts.
     """
+    # The engine to which each model is sent. With a rollout model, the policy's engine is that of evaluations.
     engines = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
     if config.rollout_model is None:
         engines["policy"] = config.engine
@@ -172,6 +173,7 @@ def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, 
         return 0
 
     model, sampling = load_config(path).get_text_config(), config.sampling
+    # A model whose layers keep something else than keys and values counts without a cache.
     cached = cached_numbers(outline(path)) if keeps_plain_keys(model) else 0
     cache = cached * (prompt_tokens + sampling.max_new_tokens) * DTYPES[settings.dtype].itemsize
     # Numbers of four bytes: an id and a log-prob of each token and of its top-k list, and three distributions.
