@@ -331,7 +331,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
 
 def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, int]) -> None:
-    """Make backward hold a tensor of `shape` from the first gradient of any of `values` until `weight` has its gradient."""
+    """Make backward hold a tensor of `shape` from the first gradient of any of `values` until `weight` has its own."""
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:

@@ -50,7 +50,7 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
 
 
 def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
-    """Return the words before `train` in the command that starts `gpus` ranks, and the settings to add to the command."""
+    """Return the words before `train` in the command that starts `gpus` ranks, and the settings that it must add."""
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
     if gpus <= MACHINE or process_rank().size > 1:
