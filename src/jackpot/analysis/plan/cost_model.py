@@ -120,7 +120,7 @@ class Lengths:
 
     @property
     def square(self) -> float:
-        """Return the mean squared length of responses, tokens^2: the integral of 2t exp(-t / scale), 0 to limit."""
+        """Return the mean squared length of responses, tokens^2: the integral of 2t exp(-t / scale) dt, 0 to limit."""
         scale, limit = self.scale, self.limit
         if math.isinf(scale):
             return float(limit**2)
@@ -263,8 +263,8 @@ class EngineSpeed:
             bf16 = replace(quantized, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
             return max(quantized.seconds(sequences, lengths, gpu, engines), bf16 / self.most_gain)
 
-        # Without drafts: the decoding steps of one engine, its generated tokens, and their pairs of attention. The last
-        # `concurrent` sequences take as many steps as the longest of them on all engines has tokens.
+        # Without drafts: the decoding steps of one engine, its generated tokens, and their pairs of attention. In the
+        # end every engine decodes `concurrent` sequences until the longest of all is done.
         concurrent = self.concurrent(sequences, lengths)
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs

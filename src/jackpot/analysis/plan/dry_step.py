@@ -200,7 +200,7 @@ def _train(
 
 
 def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Run the critic forward and backward: on one packed row of all sequences if it can read that, else on [B, S]."""
+    """Run the critic forward and backward: on one packed row of all sequences if it can read that, else on a batch."""
     with _precision(config):
         if can_pack(critic):
             states = read_row(backbone(critic), _row(shape))

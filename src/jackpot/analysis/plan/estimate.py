@@ -324,7 +324,7 @@ class Estimator:
         if "rollout_model" in self._costs:
             used = fmean(map(config.uses_rollout_model, iterations))
             trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
-        trained_alone = policy.training(self.lengths, work.checkpoints, 0.0)
+        trained_alone = policy.training(self.lengths, work.checkpoints, extra=0.0)
 
         # FLOPs of all evaluations, divided by the number of responses that are trained on.
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
@@ -349,7 +349,7 @@ class Estimator:
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
         policy_alone = [self._costs["policy"]]
-        weighted: list[list[float]] = []  # for each kind of iteration, the hours of all activities times its frequency
+        weighted: list[list[float]] = []  # hours by activity of each kind of iteration, times its share
         for (share, is_used), times in iterations_alike.items():
             if is_used:
                 hours = shares.at(share, self.drafts)
@@ -383,7 +383,7 @@ class Estimator:
         Args:
             gpu: data sheet of the GPUs.
             count: number of GPUs.
-            needs: memory that engines need, by `engine` and `evaluation.engine`; None: beside a learner on the GPUs.
+            needs: memory that each engine needs, by `engine` and `evaluation.engine`; None: as beside a learner.
         """
         needs = needs or self.needs
         policy = needs_of(self._config, "policy", self._config.engine, self._prompt)
@@ -517,5 +517,5 @@ def _other_flops(config: Config, lengths: Lengths, policy: ModelCost) -> float:
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:
         body = replace(policy, head=0, trained=policy.parameters)
-        flops += body.training(lengths, config.activation_checkpointing, 1 / config.batch.ppo_epochs)
+        flops += body.training(lengths, config.activation_checkpointing, extra=1 / config.batch.ppo_epochs)
     return flops

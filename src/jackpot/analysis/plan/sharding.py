@@ -204,7 +204,7 @@ def shard(
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
 
-    If `kv_cache_memory_bytes` is not set, weights and activations leave them of `gpu_memory_utilization`.
+    If `kv_cache_memory_bytes` is not set, they are what weights and activations leave of the memory for the engine.
     """
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):

@@ -116,7 +116,8 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
     A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
     exponential is exp(s^2 / 2). With the factor, all answers together have about a tenth of the probability.
     """
-    # The mean exponential that an answer's logit must have, exp((factor s)^2 / 2); a plain token's is about 1.
+    # The exponential of an answer's logit must have the mean `gain` = exp((factor s)^2 / 2), and that of a plain token has
+    # a mean of about 1. The factor follows from `gain`.
     gain = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
     if gain <= 1.0:
         return 1.0

@@ -24,9 +24,9 @@ from jackpot.objectives.joint import references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFactors:
-    """A correction's factor F on the gradient of each token, in means over the random mask; tensors have one shape.
+    """A correction's factor F on the gradient of each token, and the parts of F, averaged over the random mask.
 
-    E is such a mean. In the mask `accept` is 1 for an accepted token and 0 for a rejected one.
+    E is this average, in which `accept` is 1 for an accepted token and 0 for a rejected one. Tensors have one shape.
     """
 
     mean: Tensor  # E F, F being the factor at the top of this file

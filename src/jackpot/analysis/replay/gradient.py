@@ -64,7 +64,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         "exact": total(target.square() * norms),  # S_tt
         "noise": total((second - trained.square()) * norms),  # c^2 times the corrected gradient's variance
         "ideal noise": total((target - target.square()) * norms),  # the variance of sampling from p_new itself
-        "drift": total((trained - of_state.unsqueeze(-1) * target).square()),  # of f - F_s p_new
+        "drift": total((trained - of_state.unsqueeze(-1) * target).square()),  # f - F_s p_new, squared
     }
 
 

@@ -103,7 +103,7 @@ def replay(
 
 
 def _column_pairs(dump: DumpFormat, config: Config | None, scorer: PolicyScorer | None) -> ColumnPairs:
-    """Return an empty `ColumnPairs` with the dump's names of the engine's and of the policy's column of log-probs."""
+    """Return an empty `ColumnPairs` with the names of the engine's and of the policy's column of log-probs."""
     columns = dump.columns or OURS
     policy = "what --model gives" if scorer else columns.old_log_probs or columns.log_probs
     return ColumnPairs(columns.rollout_log_probs, policy, one_model=not (config and config.rollout_model))
@@ -133,7 +133,7 @@ class _Reading:
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
-        """Yield one of `every` responses; if both models generated, or one cannot be replayed, some are left out."""
+        """Yield one of `every` responses if it can be replayed and, in a run of both models, is the rollout model's."""
         responses = read_files(self._dump, self._files, self._warn)
 
         for response in islice(responses, 0, None, every):
@@ -186,7 +186,7 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the rollout model's costs relative to the policy's, None if unknown, and what advice that leaves out."""
+    """Return the rollout model's costs relative to the policy's, or None and sentences on the advice left out."""
     if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
         return None, [
             "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "

@@ -66,7 +66,7 @@ class PolicyScorer:
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[list[int], SavedResponse]]) -> list[SavedResponse]:
-        """Score responses in one forward pass, given pairs (token ids of the prompt, response)."""
+        """Score the responses of some pairs (token ids of the prompt, response) in one forward pass."""
         prompts = [prompt for prompt, _ in pairs]
         tokens = [response.token_ids.tolist() for _, response in pairs]
         hidden, _, mask = forward_responses(self._model, prompts, tokens)

@@ -105,8 +105,9 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
     # The part of a state's weight, relative to the mean weight, that exceeds how often the policy visits the state.
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
     tokens = torch.ones_like(overlap)
-    read = (tokens, columns.factor, columns.square, columns.wrong, columns.trained, elsewhere, overlap)  # as in COLUMNS
-    return torch.stack([torch.where(mask, column, 0.0).sum(-1) for column in read], dim=-1)
+    # In the order of COLUMNS.
+    summed = (tokens, columns.factor, columns.square, columns.wrong, columns.trained, elsewhere, overlap)
+    return torch.stack([torch.where(mask, numbers, 0.0).sum(-1) for numbers in summed], dim=-1)
 
 
 def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
@@ -133,7 +134,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         "log_weight": Histogram.of(factors.weight.log(), mask),
         "weight_max": Max.of(factors.weight, mask),
         "responses": Sum.of(mask.any(-1)),
-        "dropped": Sum.of(mask.any(-1) & (factors.accepted * mask).sum(-1).eq(0)),  # responses of rejected tokens
+        "dropped": Sum.of(mask.any(-1) & (factors.accepted * mask).sum(-1).eq(0)),  # all tokens rejected
         **{name: Mean.of(values, mask) for name, values in means.items()},
         **{f"rejected {name}": Mean.of(1.0 - factors.accepted, band) for name, band in bands.items()},
     }
@@ -153,7 +154,8 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     accepted = acceptance(batch.rollout, batch.new, 1.0)
 
     # Of the three total variations, the first is that between rollout model and updated policy, the second that between
-    # rollout model and old policy, and the third that between the two policies.
+    # rollout model and old policy, and the third that between the two policies. The two maxima are of differences of
+    # log-probs: of either policy from the rollout model, and of the two policies.
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),

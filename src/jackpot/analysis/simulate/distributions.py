@@ -102,7 +102,7 @@ def weight_moments(states: StatePairs) -> Tensor:
     a = min(1, rho) and weights it by w = min(Z rho / a, CAP), so that it counts e = a w in expectation; without caps
     e = Z t. The means are those of t, t^2, e, a w^2, e^2 and t e, in this order.
     """
-    rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()  # rho 0: tokens that are never drawn
+    rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()  # rho is NaN or inf where p_inf is 0
     t, a = rho.clamp(max=CAP), rho.clamp(max=1.0)
     z = (p_inf * a).sum(-1, keepdim=True)
 
