@@ -87,9 +87,10 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
         log_q, support = log_q - log_mass, log_mass.exp()
 
     kl = variation = None
+    # Whether the K tokens whose p is known are all that the sampler can draw.
     is_whole = sampler.truncated or top_p.shape[1] == sampler.vocabulary
     if top_q is not None and top_p.shape[1]:
-        lowest = None
+        lowest = None  # smallest log q outside of the K tokens
         if not is_whole:
             assert learner.lowest is not None  # a learner that gives `top_log_probs` gives `lowest` too
             lowest = learner.lowest[sampled].double()

@@ -300,7 +300,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The work of one iteration. A sequence is a response with its prompt."""
+    """The sequences, passes and optimizer steps of one iteration. A sequence is a response with its prompt."""
 
     sequences: int  # number of sequences trained on
     steps: int  # number of optimizer steps

@@ -474,6 +474,7 @@ def extra_passes(config: Config) -> float:
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
     anchors_give_kappa = steps > 1 and getattr(correction, "target", "old") == "old"
+    # With a regularized loss `kappa: auto` takes the pass of `kappa: prepass`.
     is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
     beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
     needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchors_give_kappa

@@ -157,11 +157,11 @@ def _generation(config: Config, prompt_tokens: int) -> int:
     """Return the most bytes that a transformers engine holds beside weights, in rollouts or in evaluations."""
     paths, evaluation = config.model_paths(), config.evaluation
     policy = paths["policy"]
-    rollouts = _decoding(
-        config, config.engine, paths.get("rollout_model", policy), config.batch.rollouts, prompt_tokens
-    )
+    writer = paths.get("rollout_model", policy)
+    in_rollouts = _decoding(config, config.engine, writer, config.batch.rollouts, prompt_tokens)
     answers = evaluation.problems * evaluation.k
-    return max(rollouts, _decoding(config, evaluation.engine or config.engine, policy, answers, prompt_tokens))
+    in_evaluations = _decoding(config, evaluation.engine or config.engine, policy, answers, prompt_tokens)
+    return max(in_rollouts, in_evaluations)
 
 
 def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, prompt_tokens: int) -> int:

@@ -96,7 +96,7 @@ def make_tiny(config: Config, folder: Path) -> TinyRun:
     changes = list(changed(config.model_dump(), small.model_dump()))
     if models.tokenizer == BYTES:
         changes.insert(0, ("tokenizer", "the policy's own (not on this disk)", "bytes, plain chat format"))
-    return TinyRun(small, changes, sentences)
+    return TinyRun(config=small, changes=changes, data=sentences)
 
 
 def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
@@ -283,7 +283,7 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
         # The rollout model is the smaller of the two, unless it is the policy's model itself.
         size = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
         unfinished = target.with_name(f"{target.name}.unfinished")
-        save_tiny(unfinished, like, size, models.tokenizer, answers, fold_in(0, "tiny", path))
+        save_tiny(unfinished, like, size, models.tokenizer, answers, seed=fold_in(0, "tiny", path))
         unfinished.rename(target)
 
 

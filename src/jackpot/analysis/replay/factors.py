@@ -127,7 +127,7 @@ def _factors_of_sign(
 def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor) -> tuple[Tensor, Tensor]:
     """Return two tensors [B, T]: the surrogate's factor on a token's gradient, and 1.0 where it clips, else 0.0.
 
-    Without a clip PPO's factor is the ratio r.
+    Without a clip PPO's factor is the ratio r = p_new / p_proximal.
     """
     objective, mask = setting.objective, inputs.response_mask
     clips = (objective.clip_low, objective.clip_high)

@@ -109,7 +109,7 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
         DataError: every file lacks a needed column; the message says how to log it.
     """
     has_response = False  # whether any file has a readable response
-    incomplete: list[str] = []
+    incomplete: list[str] = []  # a sentence on what is lacking for each file that lacks a column in all records
     last_digest = None
     for file in files:
         digest = _batch_digest(file, dump.batch) if dump.batch else None
