@@ -63,7 +63,7 @@ def batches_in_reserve(ahead: int) -> int:
 
     While the new batches share the engines, the learner trains on the waiting ones. The new ones, which fill up to
     `ahead`, are never more than those that wait. With a smaller reserve the learner would run out of batches; with a
-    larger one fewer batches would begin at a time, and so with each update of the engines' weights.
+    larger one fewer batches would begin together, each time that the engines get new weights.
 
     Args:
         ahead: the setting `batch.ahead`, iterations.

@@ -183,7 +183,8 @@ def _explanations(
     """
     by_key: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
-        by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
+        key_parts, _ = _location(error["loc"], settings)
+        by_key.setdefault(".".join(key_parts), []).append(error)
 
     for all_of_key in by_key.values():
         # Our own errors (value_error) are of the class that a union chose; pydantic's are of every class it tried.
@@ -204,7 +205,7 @@ def keys_of(kind: type[BaseModel]) -> list[str]:
 def similar_settings(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three known keys that a mistyped `key` may mean.
 
-    First comes the setting that other trainers call by this name, then the settings with the same last name. Of these
+    First comes the setting that other trainers call by this name, then those whose key ends in the same name. Of these
     the settings of the objective, the policy and the sampling come first: `lam` means OBRS's before the critic's.
     """
     name = key.rpartition(".")[2]
@@ -220,7 +221,7 @@ def similar_settings(key: str, known: Sequence[str]) -> list[str]:
 def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[BaseModel]) -> str:
     """Turn one error of pydantic into a sentence that names the key, the value and what is allowed."""
     loc = error["loc"]
-    # The location of a missing setting ends in its name; the key and value to speak of are those of the block.
+    # The location of a missing setting ends in that setting's name; `key` and `value` are those of its block.
     is_missing = error["type"] == "missing" and not isinstance(loc[-1], int)
     location, value = _location(loc[:-1] if is_missing else loc, settings)
     key = ".".join(location)
@@ -230,7 +231,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
         case "extra_forbidden":
             keys = keys_of(kind)
             names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
-            if key in keys:
+            if key in keys:  # another class of the block has the setting
                 hint = f"jackpot config {key} says which have it"
                 return f"unknown setting {key!r} of this choice; {hint}. Valid: {', '.join(sorted(names))}"
             if similar := similar_settings(key, keys):
@@ -273,7 +274,7 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
         if isinstance(members, Mapping) and name in members:
             value = members[name]  # a key of the settings, or an index of a list
         elif index < len(loc) - 1 or not isinstance(value, Mapping) or value.get("name") == name:
-            continue  # the name by which a union chose a class
+            continue  # no key, so the name by which a union chose a class
         elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
         path.append(str(name))  # also a last name that the settings lack, of a setting that is missing or unknown

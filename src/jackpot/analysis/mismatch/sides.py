@@ -29,8 +29,8 @@ def mismatch_config(
 
     By default both sides have the weights of `model`. For a run, the sampler is the run's engine with the rollout model
     of the best, or else newest, checkpoint. There are two learners: that rollout model in the precision of training
-    (the engine's own gap) and the policy (the whole mismatch). Where the policy generates its own rollouts, both are
-    one learner. The prompts are held-out problems of the run's task, and sampling is that of training.
+    (the engine's own gap) and the policy (the whole mismatch). Where the policy generates its own rollouts, the two are
+    equal and make one learner. The prompts are held-out problems of the run's task, and sampling is that of training.
 
     Args:
         model: path of a model, or the folder of a run.
@@ -60,7 +60,8 @@ def mismatch_config(
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
 
-    # The user's changes over the defaults. Without learners from the user, every default learner is compared.
+    # The user's changes over the defaults. The user's learners change the first default learner; if the user names
+    # none, every default learner is compared.
     settings = lay(settings, changes)
     settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])
     settings["learners"] = tuple(
@@ -152,8 +153,8 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
         sampling: how responses were sampled.
         mean_gap: mean |p - q| over sampled tokens.
     """
-    # The precisions that decide which gap is allowed: only the dtypes where both sides quantize alike on a CPU, since
-    # quantization then makes no difference between the two.
+    # The precisions of both sides decide which gap is allowed. Where both quantize to the same formats on a CPU, their
+    # dtypes count instead, since quantization then makes no difference between the two.
     formats = unified_formats(sampler.engine)
     is_unified = formats is not None and formats == unified_formats(learner.engine)
     if is_unified and device == "cpu" and not learner.autocast:

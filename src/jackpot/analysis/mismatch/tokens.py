@@ -35,8 +35,8 @@ class SamplerScores:
 class TokenMismatch:
     """The mismatch at the N sampled tokens of one response: [N] float64 unless noted, None for unknown quantities.
 
-    `kl` is KL(p || q) of the whole distributions at a token, and `variation` their total variation. Each is a lower and
-    an upper bound, equal where the whole of p is known.
+    p is the sampler's distribution at a token, and q the learner's. `kl` has a lower and an upper bound of KL(p || q),
+    and `variation` those of the total variation; the two are equal where the whole of p is known.
     """
 
     position: Tensor  # int64, place among all tokens of the response, sampled or not
@@ -60,15 +60,16 @@ class TokenMismatch:
 def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMismatch:
     """Compute the mismatch at every sampled token of one response.
 
-    For a truncated sampler, q is renormalized on the support of p, as corrections do it.
+    If the sampler is truncated, the learner's probabilities q are renormalized on the tokens that the sampler can draw,
+    as corrections do it.
 
     Args:
         sampler: the sampler's scores.
         learner: the learner's scores of the same response.
 
     Raises:
-        EngineError: a log-prob is NaN; or the sampler is truncated, and its support is larger than K or the learner
-            scores single tokens only.
+        EngineError: a log-prob is NaN; or the sampler is truncated, and can draw more than the K tokens of `top_ids`
+            or the learner scores single tokens only.
     """
     sampled = sampler.sampled
     log_p, log_q = sampler.log_probs[sampled].double(), learner.log_probs[sampled].double()
@@ -86,9 +87,10 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
         log_q, support = log_q - log_mass, log_mass.exp()
 
     kl = variation = None
+    # Whether the K tokens whose p is known are all that the sampler can draw.
     is_whole = sampler.truncated or top_p.shape[1] == sampler.vocabulary
     if top_q is not None and top_p.shape[1]:
-        lowest = None
+        lowest = None  # smallest log q outside of the K tokens
         if not is_whole:
             assert learner.lowest is not None  # a learner that gives `top_log_probs` gives `lowest` too
             lowest = learner.lowest[sampled].double()
@@ -110,13 +112,13 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
 
 
 def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Restrict q to the support of a truncated sampler, the tokens with p > 0, and renormalize.
+    """Restrict the learner's q to the support of a truncated sampler, the tokens with p > 0, and renormalize q.
 
     Returns:
         The renormalized log q, [N, K] with -inf outside the support; and the log of q's mass on the support, [N].
 
     Raises:
-        EngineError: the learner scores single tokens only, or the support is larger than K.
+        EngineError: the learner scores single tokens only, or the support has more than the K tokens of `top_p`.
     """
     if top_q is None:
         raise EngineError(
@@ -144,9 +146,10 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     KL is summed as p log(p/q) - p + q, which has the same sum over whole distributions. Each term is at least 0, and
     rounding of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
 
-    The tail is all tokens beyond the K; m_p and m_q are its probabilities under p and q. By the log-sum inequality its
-    terms sum to at least m_p log(m_p/m_q) - m_p + m_q. Since p <= p_K and q >= lowest in the tail, they sum to at most
-    m_p log(p_K / lowest) - m_p + m_q, which is loose.
+    The tail is all tokens but the K whose p is known; m_p and m_q are its probabilities under p and q. By the log-sum
+    inequality the terms of the tail sum to at least m_p log(m_p/m_q) - m_p + m_q. In the tail p is at most p_K, the
+    least p of the K tokens, and q at least `lowest`. So its terms sum to at most m_p log(p_K / lowest) - m_p + m_q,
+    which is loose.
 
     Args:
         log_p, log_q: [N, K] log-probs at the K tokens whose p is known.
@@ -190,7 +193,7 @@ def _other_experts(sampler: SamplerScores, learner: LearnerScores) -> Tensor | N
 
 
 def _entropy(sampler: SamplerScores, learner: LearnerScores, top_p: Tensor) -> Tensor | None:
-    """Return the entropy at the sampled tokens, of the learner or else of the sampler: [N] nats; None if unknown."""
+    """Return the learner's entropy at the sampled tokens, or else the sampler's: [N] nats; None if neither is known."""
     if learner.entropy is not None:
         return learner.entropy[sampler.sampled].double()
     if top_p.shape[1] < sampler.vocabulary:

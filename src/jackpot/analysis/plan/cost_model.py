@@ -120,7 +120,7 @@ class Lengths:
 
     @property
     def square(self) -> float:
-        """Return the mean squared length of responses, tokens^2: the integral of 2 t exp(-t / s) up to the limit."""
+        """Return the mean squared length of responses, tokens^2: the integral of 2t exp(-t / scale) dt, 0 to limit."""
         scale, limit = self.scale, self.limit
         if math.isinf(scale):
             return float(limit**2)
@@ -128,19 +128,19 @@ class Lengths:
 
     @property
     def response_pairs(self) -> float:
-        """Return the mean number of (query, key) pairs of attention whose query is a token of the response."""
+        """Return the mean number of (query, key) pairs of attention in a sequence whose query is a response token."""
         return self.prompt * self.mean + self.square / 2
 
     @property
     def pairs(self) -> float:
-        """Return the mean number of (query, key) pairs of attention in a sequence: half the square of its length."""
+        """Return the mean number of (query, key) pairs of attention in a sequence; n tokens have n^2 / 2 pairs."""
         return self.response_pairs + self.prompt**2 / 2
 
     def longest(self, count: float) -> float:
         """Return the expected length of the longest of `count` responses, tokens.
 
-        An endless response is as long as the limit. Without one, the longest response is expected to have
-        scale x (1 + 1/2 + ... + 1/count) tokens, at most the limit.
+        A response is endless, and as long as the limit, with the probability `endless`. If none is, the longest is
+        expected to have `scale` x (1 + 1/2 + ... + 1/count) tokens, at most the limit.
         """
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
@@ -153,7 +153,7 @@ class Lengths:
 
 
 def _cut_mean(scale: float, limit: int) -> float:
-    """Return the mean length, tokens, of responses that a limit cuts; without a limit their mean is `scale`."""
+    """Return the mean length, tokens, of responses cut at `limit`; without the limit their mean would be `scale`."""
     return scale * (1 - math.exp(-limit / scale))
 
 
@@ -252,7 +252,7 @@ class EngineSpeed:
         return max(1.0, min(sequences, self.max_num_seqs, room))
 
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu, engines: float = 1.0) -> float:
-        """Return the seconds in which `engines` engines generate `sequences` responses each, up to the longest of all.
+        """Return the seconds in which `engines` engines generate `sequences` responses each, until the longest ends.
 
         A decoding step gives every sequence one token. With k drafts, k passes of the drafting model precede a pass of
         the engine's model, which reads k + 1 tokens; these passes together give several tokens and are scheduled once.
@@ -263,7 +263,8 @@ class EngineSpeed:
             bf16 = replace(quantized, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
             return max(quantized.seconds(sequences, lengths, gpu, engines), bf16 / self.most_gain)
 
-        # Without drafts: the decoding steps of one engine, its generated tokens, and their pairs of attention.
+        # Without drafts: the decoding steps of one engine, its generated tokens, and their pairs of attention. In the
+        # end every engine decodes `concurrent` sequences until the longest of all is done.
         concurrent = self.concurrent(sequences, lengths)
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
@@ -299,7 +300,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The work of one iteration. A sequence is a response with its prompt."""
+    """The sequences, passes and optimizer steps of one iteration. A sequence is a response with its prompt."""
 
     sequences: int  # number of sequences trained on
     steps: int  # number of optimizer steps

@@ -125,8 +125,8 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     """Make all models of training on the meta device, by role; untrained models are frozen.
 
-    Norms, gates and rotations are fused only if the run is sure to be on a CPU. On a GPU models are not fused, and keep
-    more for backward.
+    Only with `device: cpu` are norms, gates and rotations fused. With another setting the run may be on a GPU, where
+    models are not fused and keep more for backward.
     """
     paths: dict[str, str] = {**config.model_paths(), **reference_path(config)}
     if config.critic:
@@ -136,7 +136,7 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     models: dict[str, PreTrainedModel] = {}
     for name, path in paths.items():
         models[name] = (critic_outline if name == "critic" else load_meta_model)(path).eval()
-        prepare(config, name, models[name], config.device == "cpu")
+        prepare(config, name, models[name], on_cpu=config.device == "cpu")
         if getattr(getattr(config, name, None), "optimizer", None) is None:
             models[name].requires_grad_(False)
     cut_heads(models, run_rows(config, config.model_paths()))  # all output layers get the rows of the shortest
@@ -158,7 +158,7 @@ def _give_memory(model: PreTrainedModel) -> None:
 
 
 def _score(config: Config, model: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Compute log-probs of CHECKED_TOKENS tokens, as training does to check the engine, to count the memory for it.
+    """Compute log-probs of CHECKED_TOKENS tokens, as training does when it checks the engine, to count the memory.
 
     The backbone is not run here, since its activations take more memory in training.
     """
@@ -175,13 +175,13 @@ def _train(
 ) -> None:
     """Run the forward and the backward pass of training on one micro-batch.
 
-    If an optimizer step has several micro-batches, gradients of earlier ones exist already.
+    If an optimizer step has several micro-batches, this is a later one: the gradients of earlier ones exist already.
     """
     if shape.rows < (config.batch.mini_batch_size or config.batch.rollouts):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
 
-    pair = [models[role] for role in config.model_paths()]
+    pair = [models[role] for role in config.model_paths()]  # the policy and, if the run has one, the rollout model
     with _precision(config):
         hidden = [_read(model, shape) for model in pair]
         waiting = _waiting_tensors(config, shape, len(pair))
@@ -200,7 +200,7 @@ def _train(
 
 
 def _critic_backward(config: Config, critic: PreTrainedModel, shape: MicroBatchShape) -> None:
-    """Run the critic forward and backward, on all sequences packed into one row if it can read that, else padded."""
+    """Run the critic forward and backward: on one packed row of all sequences if it can read that, else on a batch."""
     with _precision(config):
         if can_pack(critic):
             states = read_row(backbone(critic), _row(shape))
@@ -215,8 +215,8 @@ def _reference_kl(
 ) -> tuple[Tensor, ...]:
     """Run the frozen reference model, and return the exact KL of policy and reference, with the policy's gradient: [N].
 
-    The KL is the only entry of the tuple, which is empty without a reference, and where training estimates the KL from
-    sampled tokens.
+    The tuple holds this KL alone. It is empty without a reference, and where training estimates the KL from sampled
+    tokens.
     """
     settings = config.objective.reference
     if settings is None:
@@ -234,12 +234,13 @@ def _reference_kl(
 def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> list[Tensor]:
     """Allocate the tensors that training holds until backward beside activations and loss.
 
-    For each model these are its top log-probs with their ids, its log-probs at the engine's top ids and at the other
-    model's, and, where several responses share a prompt, an attention mask.
+    For each model these are its top-k ids, three lists of its log-probs (at these ids, at the engine's top-k ids and at
+    those of the other model) and, where several responses share a prompt, an attention mask.
     """
-    # For each entry of a top-k list: 8 bytes of an int64 id, and a float32 log-prob in each of three lists.
-    count = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
-    held = [torch.empty(count * size, dtype=torch.uint8) for size in (8, 4, 4, 4) for _ in range(models)]
+    id_bytes, log_prob_bytes = 8, 4  # int64, float32
+    entries = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
+    sizes = [id_bytes, *[log_prob_bytes] * 3] * models
+    held = [torch.empty(entries * size, dtype=torch.uint8) for size in sizes]
 
     if shape.prompts < shape.rows:
         columns = shape.prompt_tokens + shape.response_tokens
@@ -257,8 +258,8 @@ def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
     ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
     responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
     prompt_of_row = torch.arange(rows) % prompts
-    hidden = predicting_hidden(model, ids, None, prompt_of_row, responses, None)  # None: nothing is padded
-    return hidden.flatten(0, 1).clone()  # training, too, copies the states of the tokens that exist
+    hidden = predicting_hidden(model, ids, None, prompt_of_row, responses, None)  # None: no padding masks
+    return hidden.flatten(0, 1).clone()  # a copy, since training copies the states of all tokens but padding
 
 
 def _row(shape: MicroBatchShape) -> PackedRow:
@@ -274,8 +275,8 @@ def _row(shape: MicroBatchShape) -> PackedRow:
 def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run all output layers together on the first tiles of the vocabulary, and return the outputs with gradient, [N].
 
-    These are log-probs and entropy of each model, and for two models the forward and the reverse KL. While backward
-    goes over them, memory is held for the gradients of the rows of the output layers that were not run.
+    The outputs are log-probs and entropy of each model, and for two models the forward and the reverse KL. Rows of the
+    output layers beyond these tiles are not run; backward holds the memory that their gradients would take.
 
     Args:
         config: settings of the run.
@@ -287,11 +288,12 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     weights = [layer.weight[: layer.out_features] for layer in layers]
     vocabulary = len(weights[0])
 
-    # The tile, (positions, tokens of the vocabulary), that training takes on the device of the run.
+    # The tile, (positions, tokens of the vocabulary), that training takes on the device of the run. The vocabulary is
+    # split evenly, into ranges of at most `most_tokens` tokens; the first begins at 0.
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
     most_positions, most_tokens = default_tile(positions, vocabulary, device_type)
-    tile = most_positions, split_range(vocabulary, most_tokens, BLOCK)[0].stop
+    tile_tokens = split_range(vocabulary, most_tokens, BLOCK)[0].stop
 
     # All rows of the output layers are run where their logits are kept for backward, else those of RUN_TILES tiles.
     whole_heads = [
@@ -300,14 +302,24 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     ]
     rows_run = vocabulary
     if not any(keeps_logits(whole_heads, options)):
-        rows_run = min(vocabulary, RUN_TILES * tile[1])
+        rows_run = min(vocabulary, RUN_TILES * tile_tokens)
         options = replace(options, logits_memory=0)
 
     run_weights = [weight[:rows_run] if rows_run < vocabulary else weight for weight in weights]
     heads = [replace(head, weight=run_weight) for head, run_weight in zip(whole_heads, run_weights, strict=True)]
     ids = torch.zeros(positions, dtype=torch.int64)
     # The head makes no top-k lists here, since `_waiting_tensors` counts the memory of these lists.
-    values, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
+    values, _ = tiled_heads(
+        heads,
+        ids,
+        gather_ids=None,
+        temperature=config.sampling.temperature,
+        lam=None,
+        num_top=0,
+        tile=(most_positions, tile_tokens),
+        moments=True,
+        options=options,
+    )
 
     # In backward the gradients of the rows that were not run take memory too. `values` has two outputs of each head,
     # and then those of the pair of heads.
@@ -319,7 +331,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
 
 
 def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, int]) -> None:
-    """Make backward hold a tensor of `shape` from the first gradient of any of `values` to the gradient of `weight`."""
+    """Make backward hold a tensor of `shape` from the first gradient of any of `values` until `weight` has its own."""
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:

@@ -65,7 +65,7 @@ SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)  # kinds and numbers 
 
 
 class MachineEstimate(NamedTuple):
-    """The memory and the hours of a run on some GPUs, and hours if the policy alone generates, for comparison."""
+    """The memory and the hours of a run on some GPUs, and for comparison the hours if the policy alone generates."""
 
     kind: str  # name of the GPU, a key of GPUS
     shard: Shard  # memory of each GPU
@@ -101,7 +101,7 @@ def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
 def estimate(
     config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None
 ) -> CostEstimate:
-    """Estimate memory and hours of a run on each shown kind and number of GPUs, and on the stated ones.
+    """Estimate memory and hours of a run on the kinds and numbers of GPUs that every plan shows, and on those stated.
 
     Args:
         config: settings of the run.
@@ -169,15 +169,15 @@ class ShareHours:
     run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # returns the hours of all iterations with an engine
     work: Work  # work of one iteration
     policy: EngineSpeed  # the policy's engine in a run without a rollout model
-    beside: EngineSpeed  # the policy's engine if the rollout model's engine has memory of the same GPUs
+    policy_beside: EngineSpeed  # the policy's engine if the rollout model's engine has memory of the same GPUs
     rollout_model: EngineSpeed
     costs: Mapping[Role, ModelCost]
     gpu: Gpu
     gpus: int
 
     def generation(self, share: float, drafts: Drafts | None = None) -> float:
-        """Return the hours in which the rollout model generates a share of each batch, and then the policy the rest."""
-        writers = ((share, self.rollout_model), (1.0 - share, replace(self.beside, drafts=drafts)))
+        """Return the hours in which the rollout model generates `share` of each batch, and then the policy the rest."""
+        writers = ((share, self.rollout_model), (1.0 - share, replace(self.policy_beside, drafts=drafts)))
         return sum(
             self.run(replace(self.work, sequences=self.work.sequences * writer_share), engine, ()).generation
             for writer_share, engine in writers
@@ -185,16 +185,16 @@ class ShareHours:
         )
 
     def at(self, share: float, drafts: Drafts | None = None) -> Hours:
-        """Return the hours if the rollout model generates a share of each batch, and the policy the rest; both train.
+        """Return the hours if the rollout model generates `share` of each batch, and the policy the rest; both train.
 
         With `drafts`, the rollout model drafts for the policy. The weights of every model that generates or drafts are
         sent to its engine.
         """
-        whole = self.run(self.work, self.rollout_model, [*self.costs.values()])
-        sending = whole.sending if share > 0.0 or drafts else 0.0
+        by_rollout_model = self.run(self.work, self.rollout_model, [*self.costs.values()])
+        sending = by_rollout_model.sending if share > 0.0 or drafts else 0.0
         if share < 1.0:
-            sending += self.run(self.work, self.beside, ()).sending
-        return whole._replace(generation=self.generation(share, drafts), sending=sending)
+            sending += self.run(self.work, self.policy_beside, ()).sending
+        return by_rollout_model._replace(generation=self.generation(share, drafts), sending=sending)
 
 
 class Estimator:
@@ -204,7 +204,7 @@ class Estimator:
         config: settings of the run.
         sizes: numbers of parameters by role.
         prompts: lengths of prompts.
-        response: mean length of a response, tokens; None: assumed from the limit.
+        response: mean length of a response, tokens; None: assumed, from the greatest length that sampling allows.
     """
 
     def __init__(
@@ -247,10 +247,11 @@ class Estimator:
         evaluating = self.evaluating(shares)
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
 
-        # The same number of responses if only the policy is trained, on-policy: `times` iterations for each of the run.
+        # For comparison: the hours to train the policy alone, on-policy, on as many responses. In place of each
+        # iteration of the run there are `times` on-policy iterations.
         work, times = on_policy(shares.work)
-        once = shares.run(work, shares.policy, [self._costs["policy"]])
-        alone = Hours(*(times * activity for activity in once))._replace(evaluating=evaluating)
+        if_as_many_iterations = shares.run(work, shares.policy, [self._costs["policy"]])
+        alone = Hours(*(times * hours for hours in if_as_many_iterations))._replace(evaluating=evaluating)
         ahead = self.ahead(GPUS[kind], count, evaluating)
         return MachineEstimate(kind, shard, hours=hours, alone=alone, ahead=ahead)
 
@@ -287,26 +288,29 @@ class Estimator:
             if not degree(needs["engine"], gpu, generating):
                 continue
 
-            learning = self.shares(gpu, count - generating, needs)
-            learner = learning.run(learning.work, learning.rollout_model, trained)._replace(evaluating=evaluating)
-            writing = self.shares(gpu, generating, needs)
-            batches = replace(writing.work, sequences=AT_ONCE * writing.work.sequences)
+            # On the GPUs that train: all hours but those of generation.
+            on_learner = self.shares(gpu, count - generating, needs)
+            learner = on_learner.run(on_learner.work, on_learner.rollout_model, trained)._replace(evaluating=evaluating)
+
+            # On the GPUs that generate: AT_ONCE batches at once. `rollout_model` is the engine of `needs`.
+            on_engines = self.shares(gpu, generating, needs)
+            batches = replace(on_engines.work, sequences=AT_ONCE * on_engines.work.sequences)
             for drafts in drafts_tried:
-                speed = replace(writing.rollout_model, drafts=drafts)
-                generation = writing.run(batches, speed, ()).generation / AT_ONCE
+                speed = replace(on_engines.rollout_model, drafts=drafts)
+                generation = on_engines.run(batches, speed, ()).generation / AT_ONCE
                 estimates.append(learner._replace(generation=max(0.0, generation - learner.training)))
         return min(estimates, key=lambda hours: hours.all, default=None)
 
     def flop_shares(self) -> FlopShares:
-        """Return the run's FLOPs over those of the policy alone, by the models' shapes and the assumed lengths.
+        """Return the run's FLOPs over those of an on-policy run, by the models' shapes and the assumed lengths.
 
-        Reference and critic, which both sides have, are left out.
+        Reference and critic, which both runs have, are left out.
         """
         config, policy = self._config, self._costs["policy"]
         model = self._costs.get("rollout_model", policy)
         iterations = range(1, config.iterations + 1)
 
-        # FLOPs of generating one response, averaged over the models; with drafts both read every drafted token.
+        # FLOPs of generating one response, averaged over the models; with drafts both models read every draft.
         by_policy, by_model = policy.forward(self.lengths), model.forward(self.lengths)
         share = 0.0 if config.rollout_model is None else fmean(map(config.rollout_model.share_at, iterations))
         generated = share * by_model + (1.0 - share) * by_policy
@@ -314,13 +318,13 @@ class Estimator:
             passes = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
             generated = passes * (by_model + by_policy)
 
-        # FLOPs of training on one response; an on-policy step needs no extra pass.
+        # FLOPs of training on one response, over all epochs; on-policy there is one epoch, without extra passes.
         work = self.work()
         trained = work.epochs * policy.training(self.lengths, work.checkpoints, work.extra / work.epochs)
         if "rollout_model" in self._costs:
             used = fmean(map(config.uses_rollout_model, iterations))
             trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
-        trained_alone = policy.training(self.lengths, work.checkpoints, 0.0)
+        trained_alone = policy.training(self.lengths, work.checkpoints, extra=0.0)
 
         # FLOPs of all evaluations, divided by the number of responses that are trained on.
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
@@ -345,21 +349,24 @@ class Estimator:
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
         policy_alone = [self._costs["policy"]]
-        weighted: list[list[float]] = []
+        weighted: list[list[float]] = []  # hours by activity of each kind of iteration, times its share
         for (share, is_used), times in iterations_alike.items():
-            hours = shares.at(share, self.drafts) if is_used else shares.run(shares.work, shares.beside, policy_alone)
+            if is_used:
+                hours = shares.at(share, self.drafts)
+            else:
+                hours = shares.run(shares.work, shares.policy_beside, policy_alone)
             weighted.append([times / count * activity for activity in hours])
         return Hours(*map(sum, zip(*weighted, strict=True)))
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
-        engines = {"policy": replace(shares.beside, drafts=self.drafts), "rollout_model": shares.rollout_model}
+        engines = {"policy": replace(shares.policy_beside, drafts=self.drafts), "rollout_model": shares.rollout_model}
         sets = [(engines[role], answers) for role, answers in _evaluated(self._config)]
         return evaluation_hours(sets, self.evaluations, self.lengths, shares.gpu, shares.gpus)
 
     @property
     def evaluations(self) -> int:
-        """Return the number of evaluations in the run, with the one before training."""
+        """Return the number of evaluations in the run, including the one before training."""
         return 1 + math.ceil(self._config.iterations / self._config.evaluation.every)
 
     @property
@@ -371,12 +378,12 @@ class Estimator:
         return Drafts(model=self._costs["rollout_model"], tokens=tokens, acceptance=ACCEPTANCE)
 
     def shares(self, gpu: Gpu, count: int, needs: Mapping[str, EngineNeeds] | None = None) -> ShareHours:
-        """Return the hours on `count` GPUs as a function of the rollout model's share.
+        """Return the run's hours on `count` GPUs, as a function of the share of rollouts by each model.
 
         Args:
             gpu: data sheet of the GPUs.
             count: number of GPUs.
-            needs: needs of the engines by the key of their settings; None: of engines on the learner's GPUs.
+            needs: memory that each engine needs, by `engine` and `evaluation.engine`; None: as beside a learner.
         """
         needs = needs or self.needs
         policy = needs_of(self._config, "policy", self._config.engine, self._prompt)
@@ -393,7 +400,7 @@ class Estimator:
             ),
             work=self.work(),
             policy=self._engine_speed(policy, gpu, count),
-            beside=self._engine_speed(needs.get("evaluation.engine", policy), gpu, count),
+            policy_beside=self._engine_speed(needs.get("evaluation.engine", policy), gpu, count),
             rollout_model=self._engine_speed(needs["engine"], gpu, count),
             costs=self._costs,
             gpu=gpu,
@@ -444,7 +451,7 @@ def _peak(dtype: str, gpu: Gpu) -> float:
 def _engine_linear(settings: EngineConfig, gpu: Gpu) -> float:
     """Return the time of a FLOP in an engine's linear layers, relative to that of a FLOP in its other layers.
 
-    Only vLLM multiplies INT8 codes as integers.
+    It is below 1 where the GPU multiplies in FP8, or in INT8, which a transformers engine does not do.
     """
     in_int8 = settings.quantization == "int8_w8a8" and not isinstance(settings, TransformersEngineConfig)
     fast = gpu.fp8 if settings.quantization == "fp8" else gpu.int8 if in_int8 else None
@@ -452,7 +459,7 @@ def _engine_linear(settings: EngineConfig, gpu: Gpu) -> float:
 
 
 def _trained_linear(config: Config, gpu: Gpu) -> Linear:
-    """Return the relative time of a FLOP in quantized linear layers in training: below 1 if the GPU multiplies FP8."""
+    """Return the time of a FLOP in training's linear layers, relative to other layers: below 1 if they run in FP8."""
     if config.trained_quantization != "fp8" or gpu.fp8 is None:
         return PLAIN
     return Linear(1 / FP8_TRAINING_GAIN, 1 / FP8_TRAINING_GAIN if config.fp8_backward == "fp8" else 1.0)
@@ -467,6 +474,7 @@ def extra_passes(config: Config) -> float:
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
     anchors_give_kappa = steps > 1 and getattr(correction, "target", "old") == "old"
+    # With a regularized loss `kappa: auto` takes the pass of `kappa: prepass`.
     is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
     beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
     needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchors_give_kappa
@@ -476,7 +484,7 @@ def extra_passes(config: Config) -> float:
 def _evaluated(config: Config) -> list[tuple[Role, int]]:
     """Return (model, number of answers) for each set of problems in an evaluation.
 
-    Both models answer the task's problems, and the policy alone the benchmarks of known size.
+    Both models answer the task's problems. The policy alone answers benchmarks; those of unknown size are left out.
     """
     settings = config.evaluation
     answers = [settings.problems * settings.k]
@@ -510,5 +518,5 @@ def _other_flops(config: Config, lengths: Lengths, policy: ModelCost) -> float:
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:
         body = replace(policy, head=0, trained=policy.parameters)
-        flops += body.training(lengths, config.activation_checkpointing, 1 / config.batch.ppo_epochs)
+        flops += body.training(lengths, config.activation_checkpointing, extra=1 / config.batch.ppo_epochs)
     return flops

@@ -138,6 +138,7 @@ def _merged_weights(config: Config) -> int:
 
     Models are sent one after the other, so the larger one counts.
     """
+    # The engine to which each model is sent. With a rollout model, the policy's engine is that of evaluations.
     engines = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
     if config.rollout_model is None:
         engines["policy"] = config.engine
@@ -156,11 +157,11 @@ def _generation(config: Config, prompt_tokens: int) -> int:
     """Return the most bytes that a transformers engine holds beside weights, in rollouts or in evaluations."""
     paths, evaluation = config.model_paths(), config.evaluation
     policy = paths["policy"]
-    rollouts = _decoding(
-        config, config.engine, paths.get("rollout_model", policy), config.batch.rollouts, prompt_tokens
-    )
+    writer = paths.get("rollout_model", policy)
+    in_rollouts = _decoding(config, config.engine, writer, config.batch.rollouts, prompt_tokens)
     answers = evaluation.problems * evaluation.k
-    return max(rollouts, _decoding(config, evaluation.engine or config.engine, policy, answers, prompt_tokens))
+    in_evaluations = _decoding(config, evaluation.engine or config.engine, policy, answers, prompt_tokens)
+    return max(in_rollouts, in_evaluations)
 
 
 def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, prompt_tokens: int) -> int:
@@ -172,6 +173,7 @@ def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, 
         return 0
 
     model, sampling = load_config(path).get_text_config(), config.sampling
+    # A model whose layers keep something else than keys and values counts without a cache.
     cached = cached_numbers(outline(path)) if keeps_plain_keys(model) else 0
     cache = cached * (prompt_tokens + sampling.max_new_tokens) * DTYPES[settings.dtype].itemsize
     # Numbers of four bytes: an id and a log-prob of each token and of its top-k list, and three distributions.

@@ -79,13 +79,13 @@ class Shard:
 
     @property
     def fits(self) -> bool:
-        """Return whether the run fits: each GPU holds the peak, and every engine has room for a longest sequence."""
+        """Return whether the run fits: each GPU holds the peak, and every engine has room for the longest sequence."""
         return self.training is not None and self.peak <= self.limit and all(self.tensor_parallel.values())
 
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Plan as for sharded layers: autocast caches no copies of weights, since FSDP frees a copy with its layer."""
+    """Turn off autocast's cache of weight copies, as for sharded layers: FSDP frees a copy with its layer."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -95,7 +95,7 @@ def sharded() -> Iterator[None]:
 
 
 def blocks(config: Config) -> Blocks:
-    """Count the parameters that each GPU gathers as a whole.
+    """Count the parameters that each GPU gathers whole from all shards, and those that autocast copies.
 
     Raises:
         ModelError: a model cannot be read, as `load_meta_model` says.
@@ -182,6 +182,7 @@ def shard(
     """
     # The share of weights, gradients and moments that is in the memory of each GPU.
     share = 0.0 if offloads and gpus > 1 else 1.0 / gpus
+    # An engine that fits on no number of GPUs (degree 0) is counted as spread over all.
     degrees = {name: degree(engine, gpu, gpus) for name, engine in needs.items()}
     engine_bytes = {name: _engine_bytes(engine, degrees[name] or gpus, gpu) for name, engine in needs.items()}
 
@@ -203,7 +204,7 @@ def shard(
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
 
-    If `kv_cache_memory_bytes` is not set, these are what weights and activations leave of the engine's memory share.
+    If `kv_cache_memory_bytes` is not set, they are what weights and activations leave of the memory for the engine.
     """
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):
@@ -214,7 +215,7 @@ def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
 
 
 def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
-    """Return the fewest GPUs on which one engine holds its weights and one longest sequence; 0: no number suffices.
+    """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0: no number suffices.
 
     Args:
         engine: needs of the engine.

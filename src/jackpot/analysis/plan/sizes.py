@@ -40,7 +40,7 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
     sizes: dict[Role, ModelSize] = {role: _size(config, role, path) for role, path in config.model_paths().items()}
     if config.critic:
         count = parameter_count(critic_outline(config.critic.path or config.policy.path))
-        sizes["critic"] = ModelSize(count, count)
+        sizes["critic"] = ModelSize(parameters=count, trained=count)
     return sizes
 
 
@@ -86,7 +86,7 @@ class PromptLengths(NamedTuple):
 
 
 def prompt_lengths(config: Config) -> PromptLengths:
-    """Measure the first prompts of the task; assume lengths if tokenizer or problems are on a hub that does not answer.
+    """Measure the task's first prompts, or assume lengths if tokenizer or problems are on a hub that does not answer.
 
     Raises:
         DataError, ModelError: a model or data on this machine cannot be read.
@@ -94,7 +94,7 @@ def prompt_lengths(config: Config) -> PromptLengths:
     try:
         paths = config.model_paths()
         tokenizer = load_tokenizers(paths)
-        head_rows(paths | reference_path(config), tokenizer)
+        head_rows(paths | reference_path(config), tokenizer)  # raises if models and tokenizer do not fit
         with closing(run_task(config, paths, tokenizer)) as task:
             prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
             left_out = _left_out(task.take_events())

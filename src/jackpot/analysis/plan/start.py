@@ -50,7 +50,7 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
 
 
 def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
-    """Return the first words of the command for `gpus` ranks, and the settings that must be added for this launcher."""
+    """Return the words before `train` in the command that starts `gpus` ranks, and the settings that it must add."""
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
     if gpus <= MACHINE or process_rank().size > 1:
@@ -61,17 +61,17 @@ def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
 def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
     """Return the GPUs on which a large run can start.
 
-    If GPUs were asked about, these alone are considered. Else considered are, first, the GPUs that the recipe names, or
-    the fewest of a kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does not
-    fit, or if an engine needs several GPUs, since every engine gets one, that of the process that trains.
+    If the user asked about GPUs, these alone are considered. Else considered are, first, the GPUs that the recipe names
+    or the fewest of a kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does
+    not fit, or if an engine needs several GPUs, since every engine gets one, that of the process that trains.
 
     Args:
         config: settings of the run.
         needs: estimates of the run.
-        is_asked: whether the stated GPUs were asked about.
+        is_asked: whether the user asked about GPUs, which are then the stated ones.
     """
     stated = needs.stated
-    counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
+    counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]  # (kind, number of GPUs; 0: no fit)
     if not is_asked:
         # The first of these on which the run fits, and then the GPUs of this machine.
         fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]

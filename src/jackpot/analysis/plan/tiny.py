@@ -96,7 +96,7 @@ def make_tiny(config: Config, folder: Path) -> TinyRun:
     changes = list(changed(config.model_dump(), small.model_dump()))
     if models.tokenizer == BYTES:
         changes.insert(0, ("tokenizer", "the policy's own (not on this disk)", "bytes, plain chat format"))
-    return TinyRun(small, changes, sentences)
+    return TinyRun(config=small, changes=changes, data=sentences)
 
 
 def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
@@ -243,9 +243,9 @@ def changed(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]
 
 
 def replaced_models(config: Config) -> ReplacedModels:
-    """Find the config of each model that a small one replaces, and choose the tokenizer.
+    """Find the config of each model that a small one replaces, and choose the tokenizer of the small ones.
 
-    All models of a run must have one tokenizer. So if one model is replaced, all are, also those that `_stays` keeps.
+    All models of a run must have one tokenizer. So if one model is replaced, all are, even those small already.
 
     Raises:
         ModelError: the config of a model is neither on the disk, nor on the hub, nor in the table of published models.
@@ -283,13 +283,13 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
         # The rollout model is the smaller of the two, unless it is the policy's model itself.
         size = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
         unfinished = target.with_name(f"{target.name}.unfinished")
-        save_tiny(unfinished, like, size, models.tokenizer, answers, fold_in(0, "tiny", path))
+        save_tiny(unfinished, like, size, models.tokenizer, answers, seed=fold_in(0, "tiny", path))
         unfinished.rename(target)
 
 
 def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
     """Return file -> source for all data that the run reads, where the file holds the few problems that replace it."""
-    # A benchmark in a file has its columns named as the task's test problems have.
+    # In a benchmark that is a file, columns have the names that they have in the task's test problems.
     file_settings = sets_of(config.task)
     sources = {
         _set_file(name, folder): DataConfig(source=name)
@@ -305,10 +305,10 @@ def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
 
 
 def _write_data(path: Path, data: DataConfig, index: int) -> str:
-    """Write a few problems of a data source to a file, unless it exists; made-up ones if the source is not local.
+    """Write a few problems of a data source to a file, unless the file exists; made-up ones for data not on this disk.
 
     Args:
-        path: file to write.
+        path: file to write, in the folder `train` (or train1, ...), `test` or `benchmarks`.
         data: settings of the data source.
         index: index of the source, so that made-up problems differ between sources.
 
@@ -350,7 +350,7 @@ def _first_bytes(text: str, size: int) -> str:
 
 
 def _answers(sources: Mapping[Path, DataConfig]) -> list[str]:
-    """Return the reference answers of all problems in the written training files."""
+    """Return the reference answers of all problems in the training files; `sources` has the paths of all files."""
     files = [path for path in sources if path.parent.name.startswith("train")]
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     return [answer for row in rows for answer in row["answer"]]

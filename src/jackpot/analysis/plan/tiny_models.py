@@ -98,7 +98,7 @@ def tiny_config(
         text.model_type,
         **shared,
         **size,
-        vocab_size=-(-(len(tokenizer) + 1) // _ROUNDED_TO) * _ROUNDED_TO,
+        vocab_size=-(-(len(tokenizer) + 1) // _ROUNDED_TO) * _ROUNDED_TO,  # rounded up
         intermediate_size=3 * size["hidden_size"],
         head_dim=size["hidden_size"] // size["num_attention_heads"],
         max_position_embeddings=CONTEXT,
@@ -116,7 +116,8 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
     A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
     exponential is exp(s^2 / 2). With the factor, all answers together have about a tenth of the probability.
     """
-    # The mean exponential that an answer's logit must have, exp((factor s)^2 / 2); a plain token's is about 1.
+    # The exponential of an answer's logit must have the mean `gain` = exp((factor s)^2 / 2); for a plain token the
+    # mean is about 1. The factor follows from `gain`.
     gain = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
     if gain <= 1.0:
         return 1.0

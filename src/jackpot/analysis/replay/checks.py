@@ -64,6 +64,7 @@ def _mean_is_not_1(run: Sums) -> str | None:
 
     The mean is over the sampled tokens whose distributions the top-k lists of the two models do not show.
     """
+    # With a heavy tail of ratios the mean depends on a few tokens, and is no reliable check.
     ratio = Mean.named(run, "sampled_only_ratio")
     is_reliable = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < LARGEST_TAIL_RATIO
     if ratio.count == 0 or not is_reliable or not _is_off(ratio, 1.0):

@@ -39,7 +39,7 @@ class StateDistributions:
     def z(self, lam: float, target: str) -> Tensor | None:
         """Return Z, the probability that OBRS accepts a token of p_inf for a target policy, [N]; None if not known.
 
-        Z is exact but for the last column, in which many tokens count as one.
+        Z is exact but for the tokens that are not in both top-k lists, which count as one token.
 
         Args:
             lam: lambda of OBRS, by which the target is divided: Z is the sum of min(p_inf, p_target / lam).
@@ -75,7 +75,8 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
     matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
     in_both = matches.any(-1)
 
-    # Columns follow the order of the rollout model's list; a token that the policy's list lacks gets an empty column.
+    # Columns follow the order of the rollout model's list; a token that the policy's list lacks gets an empty column,
+    # in which both models have the log-prob `nothing`.
     # For a token in both lists, argmax finds the token's place in the policy's list.
     nothing = torch.tensor(_NEGLIGIBLE, dtype=torch.float64)
     rollout = torch.where(in_both, rollout_top, nothing)
@@ -94,7 +95,7 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
 
 
 def z_of(lists: StateDistributions | None, batch: ResponseBatch, lam: float, target: str) -> ZEstimate | None:
-    """Return Z, the mean acceptance of OBRS, at the tokens of a batch, [B, T]; None without lists or known target.
+    """Return Z, the mean acceptance of OBRS, at the tokens of a batch, [B, T]; None if the lists do not give it.
 
     Tokens that the model did not sample, such as a tool's, get 1.
     """
@@ -113,7 +114,7 @@ def _with_rest(log_probs: Tensor) -> Tensor:
 
 
 def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
-    """Return log p_old, [N, M]. No list holds it, so log p_new or log p_inf is returned if it is equal, else None.
+    """Return log p_old, [N, M], if p_old equals p_new or p_inf, else None, since no list holds p_old itself.
 
     Before the first step on a batch p_old is p_new, and where the policy itself sampled the batch p_old is p_inf.
     """
@@ -132,7 +133,7 @@ def _sampled_lists(batch: ResponseBatch, model: str, padding: int) -> tuple[Tens
     """
 
     def padded(column: str, value: float) -> Tensor:
-        """Stack a column of the lists over all responses, [N, K], with `value` behind shorter lists."""
+        """Stack the ids or the log-probs in the lists of all responses, [N, K], with `value` behind shorter lists."""
         rows = [getattr(response, f"{model}_{column}")[response.sampled_mask] for response in batch.responses]
         width = max(lists.shape[1] for lists in rows)
         return torch.cat([pad(lists, (0, width - lists.shape[1]), value=value) for lists in rows])

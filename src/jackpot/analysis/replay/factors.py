@@ -24,9 +24,9 @@ from jackpot.objectives.joint import references
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientFactors:
-    """The factor F of a correction on tokens, by its mean and its parts; all tensors have one shape.
+    """A correction's factor F on the gradient of each token, and the parts of F, averaged over the random mask.
 
-    E is the mean over the random mask, in which `accept` is 1 for an accepted token and 0 for a rejected one.
+    E is this average, in which `accept` is 1 for an accepted token and 0 for a rejected one. Tensors have one shape.
     """
 
     mean: Tensor  # E F, F being the factor at the top of this file
@@ -72,7 +72,7 @@ def factors(
         inputs: inputs of the correction, from `inputs_of`.
         new: [B, T] log p_new.
         advantages: [B, T]; the sign decides which side PPO clips, and which tokens some corrections reject. At tokens
-            with an advantage of 0, and at all tokens with None, both signs count half.
+            with an advantage of 0, and at all tokens with None, factors are averaged over both signs.
         totals: sums over the optimizer step, from which OBRS takes its factor kappa.
     """
     positive, negative = (
@@ -127,7 +127,7 @@ def _factors_of_sign(
 def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new: Tensor) -> tuple[Tensor, Tensor]:
     """Return two tensors [B, T]: the surrogate's factor on a token's gradient, and 1.0 where it clips, else 0.0.
 
-    Without a clip PPO's factor is the ratio r.
+    Without a clip PPO's factor is the ratio r = p_new / p_proximal.
     """
     objective, mask = setting.objective, inputs.response_mask
     clips = (objective.clip_low, objective.clip_high)
@@ -149,13 +149,14 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
     """
     log_ratio = inputs.log_ratio
 
-    # In these corrections Z is in the weight, or is the share of accepted tokens.
+    # In these corrections Z is in the weight, or is the share of accepted tokens. In those below, h is the weight that
+    # the tokens before a token give to its state.
     if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):
         return correction.kappa * inputs.z.value
     if setting.name == "prefix":
         return _before(correction.weights)  # 0 behind a rejected prefix
     if setting.name == "min_prefix":
-        lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values
+        lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values  # up to each token
         return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
     if setting.name in ("seq_tis", "seq_mask"):
         return prefix_ratio(log_ratio)
@@ -185,9 +186,9 @@ class _MaskAveraged(NamedTuple):
 def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, totals: Sums) -> _MaskAveraged:
     """Average a correction over its random mask of accepted tokens.
 
-    If the smallest and the largest random number give a token the same mask, the mask is deterministic. Else the token
-    is accepted with probability a. With the correction's `mask: expected` its weight is always a w; with
-    `mask: sampled` it is w with probability a, else 0.
+    If the smallest and the largest random number give a token the same mask, the mask is deterministic. Else it is that
+    of `mask: sampled`: the token keeps its weight w with its acceptance probability a, and gets 0 otherwise. With
+    `mask: expected` the mask is a itself, so the weight is always a w.
     """
     correction = setting.objective.correction
     lowest = correction.apply(replace(inputs, uniforms=torch.zeros_like(inputs.uniforms)), totals)

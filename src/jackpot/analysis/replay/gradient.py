@@ -27,11 +27,11 @@ class StateValues(NamedTuple):
 
 
 def state_values(factors: GradientFactors, states: StateDistributions) -> StateValues:
-    """Compute the effect of a correction in each state from its factors [N, M] on every token."""
+    """Compute the `StateValues` of a correction from its factors [N, M] on the M tokens of N states."""
     rollout = states.rollout.exp()
     can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
-    trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)
-    of_state = trained.sum(-1)
+    trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)  # f
+    of_state = trained.sum(-1)  # F_s
 
     return StateValues(
         trained=trained,
@@ -44,7 +44,7 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
 def state_sums(values: StateValues, states: StateDistributions) -> Sums:
     """Sum the effect of one correction over N states; `exact_numbers` computes bias and variance from the sums."""
     target = states.new.exp()
-    trained, second, of_state, variation = values
+    trained, second, of_state, variation = values  # f, its second moment, F_s, and F_s times the total variation
     norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x, the squared norm of grad log p_new(x)
 
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
@@ -64,7 +64,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         "exact": total(target.square() * norms),  # S_tt
         "noise": total((second - trained.square()) * norms),  # c^2 times the corrected gradient's variance
         "ideal noise": total((target - target.square()) * norms),  # the variance of sampling from p_new itself
-        "drift": total((trained - of_state.unsqueeze(-1) * target).square()),
+        "drift": total((trained - of_state.unsqueeze(-1) * target).square()),  # f - F_s p_new, squared
     }
 
 

@@ -33,7 +33,7 @@ GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # formats of rou
 
 
 class ColumnPairs:
-    """A collector of the engine's and the policy's log-probs at the first sampled tokens of a dump, to compare both.
+    """A collector of the engine's and the policy's log-probs at the first sampled tokens, which compares the two.
 
     Args:
         engine, policy: names of the columns in the dump.
@@ -64,7 +64,7 @@ class ColumnPairs:
 
     @property
     def rounding(self) -> str:
-        """Return text on columns in half precision, with the total variation that rounding makes; "" if none is."""
+        """Return text on the columns in half precision, with the total variation that rounding makes; "" for none."""
         engine, policy, _ = torch.cat(self._rows, 1)
         texts = (_rounding_text(self._engine, engine), _rounding_text(self._policy, policy))
         return "; ".join(filter(None, texts))
@@ -79,17 +79,17 @@ class ColumnPairs:
         engine, policy, ids = torch.cat([row[:, :-1] for row in self._rows], 1)
         next_engine, next_policy, next_ids = torch.cat([row[:, 1:] for row in self._rows], 1)
         unshifted = _correlation(engine, policy)
-        shifts = (  # (correlation after shifting back, name of the column ahead, name of the one behind, sum of both)
+        shifts = (  # (correlation if shifted back, column that is ahead, column that is behind, sum of both columns)
             (_correlation(engine, next_policy), self._engine, self._policy, engine + next_policy),
             (_correlation(policy, next_engine), self._policy, self._engine, policy + next_engine),
         )
 
-        correlation, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
+        correlation, ahead, behind, sum_of_both = max(shifts, key=lambda shift: shift[0])
         if correlation >= max(LEAST_CORRELATION, unshifted + LEAST_GAIN):
             where = f"{ahead} is one token ahead of {behind}"
-            # How much better the next token's id explains the values than the id of the token itself.
-            by_next = _explained(values, next_ids) - _explained(values, ids)
-            wrong = self._padded()
+            # How much better the next token's id explains the log-probs than the id of the token itself.
+            by_next = _explained(sum_of_both, next_ids) - _explained(sum_of_both, ids)
+            wrong = self._padded()  # a shifted column may have padding at its first or last token
             if not wrong and abs(by_next) >= LEAST_EXPLAINED_DIFFERENCE:
                 wrong = ahead if by_next > 0.0 else behind
             if wrong:
@@ -128,6 +128,7 @@ class ColumnPairs:
         The log-odds log p - log(1 - p) of a sampled token at two temperatures are nearly proportional, and their slope
         is the quotient of the temperatures. Only tokens that are neither rare nor sure are compared.
         """
+        # The log-odds of both columns, at tokens that are neither rare nor sure in either.
         columns = torch.cat(self._rows, 1)[:2]
         lowest, highest = RELIABLE_PROBABILITIES
         is_reliable = columns.exp().gt(lowest) & columns.exp().lt(highest)

@@ -84,7 +84,7 @@ def replay(
         policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
         weights += f" under {policy}"
 
-    costs, why = _costs(config)
+    costs, no_cost_advice = _costs(config)
     # A dump in which engine and policy differ at no token has one column of log-probs, written twice.
     is_copied = not (config or scorer) and float(sums.run["policy_max"].value) == 0.0
     return ReplayResult(
@@ -95,7 +95,7 @@ def replay(
         run=sums.run,
         ends=end_gaps.gaps,
         corrections=sums.corrections,
-        left_out=(*sums.left_out, *reading.left_out, *why),
+        left_out=(*sums.left_out, *reading.left_out, *no_cost_advice),
         unreadable=reading.unreadable,
         problems=reading.problems,
         answer=sums.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
@@ -103,7 +103,7 @@ def replay(
 
 
 def _column_pairs(dump: DumpFormat, config: Config | None, scorer: PolicyScorer | None) -> ColumnPairs:
-    """Return an empty `ColumnPairs`, which names both columns of log-probs as the dump does."""
+    """Return an empty `ColumnPairs` with the names of the engine's and of the policy's column of log-probs."""
     columns = dump.columns or OURS
     policy = "what --model gives" if scorer else columns.old_log_probs or columns.log_probs
     return ColumnPairs(columns.rollout_log_probs, policy, one_model=not (config and config.rollout_model))
@@ -133,7 +133,7 @@ class _Reading:
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
-        """Yield one of `every` responses, but none that cannot be replayed, nor the policy's in a mixed run."""
+        """Yield one of `every` responses if it can be replayed and, in a run of both models, is the rollout model's."""
         responses = read_files(self._dump, self._files, self._warn)
 
         for response in islice(responses, 0, None, every):
@@ -170,7 +170,7 @@ class _Reading:
         return tuple(first + more.get(kind, "") for kind, first in self._first.items())
 
     def _warn(self, problem: str) -> None:
-        """Count a reading problem, and keep its text unless the text of an earlier one differs in numbers alone."""
+        """Count a reading problem, and keep its text if no earlier text is the same up to the numbers in it."""
         self.unreadable += 1
         text = problem[:MOST_CHARACTERS]
         kind = _DIGITS.sub("0", text)
@@ -186,7 +186,7 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the relative costs of a run's rollout model, None if unknown, and sentences on advice that lacks them."""
+    """Return the rollout model's costs relative to the policy's, or None and sentences on the advice left out."""
     if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
         return None, [
             "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "

@@ -44,7 +44,7 @@ class ReplayedCorrection:
 
     @property
     def sampled_tv_after_correction(self) -> float:
-        """Return the total variation after the correction, from sampled tokens; 1 if it gives all tokens weight 0."""
+        """Return the total variation after the correction, from sampled tokens; 1 if all tokens get weight 0."""
         variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
         return float(variation / trained) if trained != 0 else 1.0
 
@@ -77,7 +77,7 @@ class ReplaySums:
     @property
     def left_out(self) -> list[str]:
         """Return sentences on what could not be computed, and on corrections that were replayed on some tokens only."""
-        by_tokens: dict[int, list[str]] = {}
+        by_tokens: dict[int, list[str]] = {}  # number of tokens -> labels of the corrections replayed on as many
         for correction in self.corrections:
             if correction.tokens < self.tokens:
                 by_tokens.setdefault(correction.tokens, []).append(correction.setting.label)
@@ -166,8 +166,8 @@ class ReplaySums:
         states = lists.known if lists else None
         self.run = add_sums(self.run, run_sums(batch, states))
 
-        # Tensors [B, T] that all corrections share: the ratios rho, their products over the tokens before a token, and
-        # the acceptance of each token at lam = 1, or Z where it is known.
+        # Tensors [B, T] that all corrections share: the ratios rho = p_new / p_inf, their products over the tokens
+        # before a token, and the acceptance of each token at lam = 1, or Z where it is known.
         bands = bands_of(batch, states)
         log_ratio = torch.where(batch.mask, batch.new - batch.rollout, 0.0)
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
@@ -188,7 +188,7 @@ class ReplaySums:
             sums = correction_sums(sampled, columns.wrong, batch.mask, bands)
             if states and (values := _state_values(setting, states, totals)):
                 sums |= state_sums(values, states)
-                columns = columns.known(values, states.at)
+                columns = columns.with_exact_sums(values, states.at)
 
             correction.sums = add_sums(correction.sums, sums)
             of_responses = rule_columns(columns, sampled.scale, prefixes, overlap, batch.mask)
@@ -216,8 +216,9 @@ class ReplaySums:
 def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     """Tell whether the rule of analysis/advice/rule.py may recommend a correction.
 
-    Single parts of OBRS and corrections that weigh whole responses or prefixes are never recommended. If the policy has
-    not been updated, corrections toward the updated policy equal those toward the old one, and are left out too.
+    Parts of OBRS that are studied alone, corrections that weigh whole responses or prefixes, and `none` and `is` toward
+    the updated policy are never recommended. If the policy has not been updated, the updated and the old policy are
+    equal, and other corrections toward the updated one are left out too, as repetitions.
 
     Args:
         setting: the correction.
@@ -233,9 +234,10 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:
-    """Compute a correction's effect at N tokens from whole distributions; None if it needs log-probs that they lack.
+    """Compute a correction's effect in N states from both models' distributions; None if it reads more than these.
 
-    A state is the context of one of the tokens.
+    A state is the context of one sampled token. More is read by corrections of whole responses, and by those that read
+    p_old where it is not known.
     """
     objective = setting.objective
     reads_old = "old" in (objective.target, objective.proximal)

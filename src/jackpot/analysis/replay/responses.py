@@ -108,7 +108,7 @@ def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedRespo
 
 
 def _ids(values: Any) -> Tensor:
-    """Return token ids as int64 [T]. Raises ValueError unless all are whole numbers from 0 on, of any type."""
+    """Return token ids as int64 [T]. Raises ValueError unless all are whole numbers (3.0 is one), none below 0."""
     ids = torch.as_tensor(values)
     whole = ids.long()
     if ids.ndim != 1 or ids.dtype == torch.bool or (whole != ids).any() or (whole < 0).any():

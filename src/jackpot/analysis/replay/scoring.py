@@ -66,7 +66,7 @@ class PolicyScorer:
 
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[list[int], SavedResponse]]) -> list[SavedResponse]:
-        """Score responses in one forward pass; each is given as a pair of its prompt's token ids and itself."""
+        """Score the responses of some pairs (token ids of the prompt, response) in one forward pass."""
         prompts = [prompt for prompt, _ in pairs]
         tokens = [response.token_ids.tolist() for _, response in pairs]
         hidden, _, mask = forward_responses(self._model, prompts, tokens)
@@ -77,6 +77,7 @@ class PolicyScorer:
         padded = [pad(ids, (0, width - ids.shape[1])) for ids in lists]
         ids = pad_sequence(padded, batch_first=True).to(mask.device)[mask]
 
+        # Chunks (log-probs of the whole vocabulary, ids to score), of which those ids are taken.
         chunks = exact_log_probs(self._model, self.temperature, hidden[mask], ids)
         log_probs = torch.cat([log_probs.gather(1, chunk_ids) for log_probs, chunk_ids in chunks]).cpu()
         by_response = log_probs.split([len(response_tokens) for response_tokens in tokens])

@@ -71,15 +71,15 @@ class SampledColumns(NamedTuple):
 
     @classmethod
     def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
-        """Estimate all columns from the correction's factors and rho = p_new / p_inf at the sampled tokens, [B, T]."""
+        """Estimate the columns from a correction's factors and rho = p_new / p_inf at the sampled tokens, [B, T]."""
         uncapped = factors.scale * ratio  # F without caps
         total = uncapped[mask].sum()
         left_by_caps = torch.where(total > 0, factors.either[mask].sum() / total, 1.0)  # m
         wrong = (factors.either - uncapped * left_by_caps).abs() / 2.0
         return cls(factor=factors.mean, square=factors.square, wrong=wrong, trained=factors.either)
 
-    def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
-        """Return the columns with exact sums in place of estimates at the tokens whose distributions are known.
+    def with_exact_sums(self, values: StateValues, at: Tensor) -> "SampledColumns":
+        """Replace the estimates by exact sums at the tokens whose distributions are known, and return all columns.
 
         Args:
             values: exact sums in N states.
@@ -88,7 +88,8 @@ class SampledColumns(NamedTuple):
         exact = SampledColumns(
             factor=values.of_state, square=values.second.sum(-1), wrong=values.variation, trained=values.of_state
         )
-        return SampledColumns(*(column.masked_scatter(at, sums) for column, sums in zip(self, exact, strict=True)))
+        pairs = zip(self, exact, strict=True)  # (estimates [B, T], exact sums [N]) of each column
+        return SampledColumns(*(estimates.masked_scatter(at, sums) for estimates, sums in pairs))
 
 
 def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overlap: Tensor, mask: Tensor) -> Tensor:
@@ -103,8 +104,10 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
     """
     # The part of a state's weight, relative to the mean weight, that exceeds how often the policy visits the state.
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
-    all_columns = (torch.ones_like(overlap), *columns, elsewhere, overlap)  # in the order of COLUMNS
-    return torch.stack([torch.where(mask, column, 0.0).sum(-1) for column in all_columns], dim=-1)
+    tokens = torch.ones_like(overlap)
+    # In the order of COLUMNS.
+    summed = (tokens, columns.factor, columns.square, columns.wrong, columns.trained, elsewhere, overlap)
+    return torch.stack([torch.where(mask, numbers, 0.0).sum(-1) for numbers in summed], dim=-1)
 
 
 def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands: Mapping[str, Tensor]) -> Sums:
@@ -120,7 +123,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         "weight_mean": factors.weight,
         "factor": factors.mean,
         "square": factors.square,
-        "trained": factors.either,
+        "trained": factors.either,  # as "factor", but averaged over both signs of the advantage
         "variation": wrong,
         "accepted": factors.accepted,
         "capped": factors.capped,
@@ -131,7 +134,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         "log_weight": Histogram.of(factors.weight.log(), mask),
         "weight_max": Max.of(factors.weight, mask),
         "responses": Sum.of(mask.any(-1)),
-        "dropped": Sum.of(mask.any(-1) & (factors.accepted * mask).sum(-1).eq(0)),
+        "dropped": Sum.of(mask.any(-1) & (factors.accepted * mask).sum(-1).eq(0)),  # all tokens rejected
         **{name: Mean.of(values, mask) for name, values in means.items()},
         **{f"rejected {name}": Mean.of(1.0 - factors.accepted, band) for name, band in bands.items()},
     }
@@ -151,7 +154,8 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     accepted = acceptance(batch.rollout, batch.new, 1.0)
 
     # Of the three total variations, the first is that between rollout model and updated policy, the second that between
-    # rollout model and old policy, and the third that between the two policies.
+    # rollout model and old policy, and the third that between the two policies. The two maxima are of differences of
+    # log-probs: of either policy from the rollout model, and of the two policies.
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),

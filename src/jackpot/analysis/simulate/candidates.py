@@ -267,12 +267,12 @@ def saved_responses(
 def pair_states(
     policy: PreTrainedModel, rollout_model: PreTrainedModel, rollouts: Sequence[Rollout], temperature: float
 ) -> Iterator[StatePairs]:
-    """Yield both models' next-token distributions at every sampled token of rollouts, n tokens at a time.
+    """Yield both models' next-token distributions at every sampled token of rollouts, a few tokens at a time.
 
-    The `token_ids`, [n, 1], of the yielded pairs are the sampled tokens.
+    The `token_ids`, [N, 1], of the yielded pairs are the sampled tokens.
 
     Args:
-        policy, rollout_model: the two models, with equal rows in their output layers.
+        policy, rollout_model: the two models, whose output layers have equally many rows.
         rollouts: responses of the rollout model.
         temperature: temperature of both models' log-probs.
     """
@@ -280,11 +280,11 @@ def pair_states(
         sampled = pad_sequence([rollout.sampled_mask for rollout in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
 
-        # Chunks of both models' log-probs at the sampled tokens; the rollout model's come with the chunks of `ids`.
+        # Chunks of both models' log-probs of the vocabulary at the sampled tokens, the rollout model's with their ids.
         ids = by_policy.token_ids[sampled][:, None]
-        rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
-        target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
-        for (log_p_rollout, token_ids), (log_p_policy,) in zip(rollout, target, strict=True):
+        of_rollout_model = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
+        of_policy = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
+        for (log_p_rollout, token_ids), (log_p_policy,) in zip(of_rollout_model, of_policy, strict=True):
             yield StatePairs(rollout=log_p_rollout.cpu(), target=log_p_policy.cpu(), token_ids=token_ids.cpu())
 
 
@@ -295,7 +295,7 @@ def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 
 def _state_means(numbers: StateNumbers) -> dict[str, Any]:
     """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
-    acceptance = numbers.acceptance[:, RECIPE_LAM]
+    acceptance = numbers.acceptance[:, RECIPE_LAM]  # at lam = 1
     # Means over states of the six moments of `weight_moments`: of TIS t and t^2, of OBRS e, a w^2 and e^2, then t e.
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 

@@ -19,7 +19,7 @@ _CACHED_ELEMENTS = 2**16  # number of elements of a tensor that stays in a proce
 
 
 class _Columns(Protocol):
-    """A dataclass whose fields are all tensors [n, ...]."""
+    """The type of a dataclass whose fields are all tensors [n, ...]."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -102,13 +102,13 @@ def weight_moments(states: StatePairs) -> Tensor:
     a = min(1, rho) and weights it by w = min(Z rho / a, CAP), so that it counts e = a w in expectation; without caps
     e = Z t. The means are those of t, t^2, e, a w^2, e^2 and t e, in this order.
     """
-    rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()
-    tis, accepted = rho.clamp(max=CAP), rho.clamp(max=1.0)
-    z = (p_inf * accepted).sum(-1, keepdim=True)
+    rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()  # rho is NaN or inf where p_inf is 0
+    t, a = rho.clamp(max=CAP), rho.clamp(max=1.0)
+    z = (p_inf * a).sum(-1, keepdim=True)
 
-    obrs_weight = (z * rho.clamp(min=1.0)).clamp(max=CAP)  # rho / a = max(rho, 1)
-    expected = accepted * obrs_weight
-    moments = (tis, tis.square(), expected, expected * obrs_weight, expected.square(), tis * expected)
+    w = (z * rho.clamp(min=1.0)).clamp(max=CAP)  # rho / a = max(rho, 1)
+    e = a * w
+    moments = (t, t.square(), e, e * w, e.square(), t * e)
     return torch.stack([(p_inf * moment).sum(-1) for moment in moments], dim=-1)
 
 

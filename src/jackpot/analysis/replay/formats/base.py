@@ -53,7 +53,7 @@ class DumpFormat:
         else:
             records = (record for _, record in self.records(path, warn) if isinstance(record, Mapping))
             present = set(next(records, ()))
-        return any(mark <= present for mark in self.marks)
+        return any(mark <= present for mark in self.marks)  # a mark is a set of columns, all of which must be present
 
     def read(self, path: Path, warn: Warn, incomplete: list[str]) -> Iterator[SavedResponse]:
         """Yield the responses of one file, and warn of records that are damaged, too large or lack a needed column.
@@ -109,7 +109,7 @@ def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[
         DataError: every file lacks a needed column; the message says how to log it.
     """
     has_response = False  # whether any file has a readable response
-    incomplete: list[str] = []
+    incomplete: list[str] = []  # a sentence on what is lacking for each file that lacks a column in all records
     last_digest = None
     for file in files:
         digest = _batch_digest(file, dump.batch) if dump.batch else None

@@ -97,6 +97,7 @@ def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
         tokens: number of tokens in the column `ids`.
     """
     masks = {theirs: _as_floats(record[theirs]).ne(0.0) for theirs in names.masks if record.get(theirs) is not None}
+    # The number of tokens that the columns cover: as a column states, else as long as a mask at the end, else all.
     lengths = [int(record[theirs]) for theirs in names.length if theirs in record]
     length = lengths[0] if lengths else tokens
     if names.at_end and not lengths:
@@ -122,7 +123,7 @@ def _as_floats(values: Any) -> Tensor:
 
 
 def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
-    """Return the joined attention masks at the last `length` tokens, False at padding, [length]; None if absent."""
+    """Return a mask of the last `length` tokens, False at padding, [length], from attention masks; None without any."""
     masks = [torch.as_tensor(record[theirs]) for theirs in names.present if record.get(theirs) is not None]
     if not masks:
         return None

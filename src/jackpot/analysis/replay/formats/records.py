@@ -47,9 +47,9 @@ def matching(path: Path, pattern: str) -> list[Path]:
         return [path] if path.match(pattern) else []
 
     def sort_key(file: Path) -> list[list[tuple[int, int, str]]]:
-        """Return the words of a path, split at `_`: (0, number, "") for a number, (1, 0, text) for other words."""
-        names = [name.split("_") for name in (*file.parent.parts, file.stem)]
-        return [[(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in name] for name in names]
+        """Return for each part of a path its words, split at `_`: (0, number, "") for a number, else (1, 0, word)."""
+        parts = [part.split("_") for part in (*file.parent.parts, file.stem)]
+        return [[(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in words] for words in parts]
 
     return sorted((file for file in path.rglob(pattern) if file.is_file()), key=sort_key)
 
@@ -106,7 +106,7 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
 
 
 def _sizes(column: pa.Array) -> tuple[int, int]:
-    """Return the numbers of tokens and of all entries in a row's column, for `check_size`; (0, 0) if it has no list."""
+    """Return how many tokens, and how many numbers in all, a column has in one row; (0, 0) for a column of no lists."""
     sizes = []  # number of entries at each level of nested lists, the outermost first
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()

@@ -46,7 +46,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield (index, record) of every response in a file, without copies that fill up the batch; warn of damage."""
+    """Yield (index, record) of every response in a file, without the copies that pad the batch; warn of damage."""
     try:
         batch = _batch(path)
     except Exception as error:  # a damaged pickle may raise anything
