@@ -67,12 +67,12 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain why PPO clips the policy's ratio often, or never: by `proximal: rollout` it is policy over sampler."""
+    """Explain why PPO clips the policy's ratio often, or never: `proximal: rollout` makes it p_policy / p_sampler."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why PPO clips the rollout model's ratio often: by `proximal: rollout` it is that model over sampler."""
+    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it p_rollout_model / p_sampler."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 
@@ -108,7 +108,7 @@ def by_unused_z(config: Config, value: float) -> str:
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why the rollout model's mean weight is not 1: by its correction, stale rollouts, or top-p and top-k."""
+    """Explain why the rollout model's weights do not average to 1: its correction, old rollouts, or top-p and top-k."""
     correction = config.rollout_model.correction if config.rollout_model else None
     if correction and (correction.name in _NOT_A_RATIO or getattr(correction, "cap", math.inf) <= 1.0):
         return f"rollout_model.correction={correction.name}"

@@ -103,8 +103,8 @@ class MismatchSums:
             return
 
         # The sums of every quantity over this response's tokens in every band, [bands, quantities].
-        bands, quantities = _masks(tokens), _averaged(tokens)
-        self._bands, self._quantities = [*bands], [*quantities]
+        bands, quantities = _masks(tokens), _averaged(tokens)  # tensors by name
+        self._bands, self._quantities = [*bands], [*quantities]  # the names alone
         masks, values = torch.stack([*bands.values()]), torch.stack([*quantities.values()])
         totals = torch.where(masks[:, None], values, 0.0).sum(-1)
         counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
@@ -194,7 +194,7 @@ class MismatchSums:
 
         return TokenBand(
             name=name,
-            tokens=int(self._sums.count[row, 0]) if self._sums else 0,
+            tokens=int(self._sums.count[row, 0]) if self._sums else 0,  # every quantity has the same count
             gap=means["gap"],
             max_gap=float(self._largest[row]),
             k1=means["k1"],

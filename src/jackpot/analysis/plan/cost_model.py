@@ -120,7 +120,10 @@ class Lengths:
 
     @property
     def square(self) -> float:
-        """Return the mean squared length of responses, tokens^2: the integral of 2 t exp(-t / s) up to the limit."""
+        """Return the mean squared length of responses, tokens^2.
+
+        It is the integral of 2 t exp(-t / s) over lengths t up to the limit, with s of `scale`.
+        """
         scale, limit = self.scale, self.limit
         if math.isinf(scale):
             return float(limit**2)
@@ -139,8 +142,9 @@ class Lengths:
     def longest(self, count: float) -> float:
         """Return the expected length of the longest of `count` responses, tokens.
 
-        An endless response is as long as the limit. Without one, the longest response is expected to have
-        scale x (1 + 1/2 + ... + 1/count) tokens, at most the limit.
+        An endless response, which only the limit ends, is as long as the limit. If none of the responses is endless,
+        the longest is expected to have scale x (1 + 1/2 + ... + 1/count) tokens, at most the limit. A count below 1
+        has the mean length.
         """
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
@@ -206,11 +210,13 @@ class ModelCost:
         if not self.trained:
             return (1 + extra) * self.forward(lengths, linear)
 
+        # Forward passes, and what backward costs in forward passes; then the FLOPs of each part of the model.
         backward = 2 if self.trained == self.parameters else 1
         forward = 1 + (1 if checkpoints else 0) + extra
         body = (forward * linear.forward + backward * linear.backward) * self.body * (lengths.prompt + lengths.mean)
+        attention = (forward + backward) * self.pair * lengths.pairs
         head = (2 + backward + extra) * self.head * lengths.mean  # 2: forward, and the same again in backward
-        return body + (forward + backward) * self.pair * lengths.pairs + head
+        return body + attention + head
 
     def forward(self, lengths: Lengths, linear: Linear = PLAIN) -> float:
         """Return the FLOPs of one forward pass over a sequence, with the output layer on the response alone."""
@@ -264,6 +270,8 @@ class EngineSpeed:
             return max(quantized.seconds(sequences, lengths, gpu, engines), bf16 / self.most_gain)
 
         # Without drafts: the decoding steps of one engine, its generated tokens, and their pairs of attention.
+        # `concurrent` responses are decoded at once. Each that ends is replaced, so a round takes the mean length in
+        # steps; the last round goes on to the longest response of all engines.
         concurrent = self.concurrent(sequences, lengths)
         steps = lengths.mean * (sequences / concurrent - 1) + lengths.longest(concurrent * max(1.0, engines))
         tokens, pairs = sequences * lengths.mean, sequences * lengths.response_pairs
@@ -352,7 +360,7 @@ def run_hours(
         work: work of one iteration.
         engine: the engine that generates the rollouts.
         models: the models that are trained or scored: policy and rollout model.
-        other_flops: FLOPs of the reference and the critic for one sequence.
+        other_flops: FLOPs of the reference and the critic for one sequence in one epoch.
         iterations: number of iterations.
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
@@ -361,13 +369,17 @@ def run_hours(
     """
     # Training: passes over the batch on the GPUs that have a micro-batch, and the optimizer's memory traffic.
     extra, busy_gpus = work.extra / work.epochs, min(gpus, work.micro_batches)
-    flops = sum(model.training(work.lengths, work.checkpoints, extra, linear) for model in models) + other_flops
+    flops = other_flops + sum(
+        model.training(work.lengths, checkpoints=work.checkpoints, extra=extra, linear=linear) for model in models
+    )
     traffic = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
     passes = flops * work.sequences * work.epochs / (busy_gpus * peak * TRAINING_SHARE)
 
     engines = gpus / engine.gpus
+    responses = work.sequences * work.generated / engines  # responses that each engine generates
+    # The seconds of one iteration by activity; the result has the hours of all iterations.
     seconds = Hours(
-        generation=engine.seconds(work.sequences * work.generated / engines, work.lengths, gpu, engines),
+        generation=engine.seconds(sequences=responses, lengths=work.lengths, gpu=gpu, engines=engines),
         training=passes + traffic / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
         sending=engine.model.parameters * engine.weight_bytes / WEIGHT_BYTES_PER_SECOND,
     )
@@ -386,8 +398,10 @@ def evaluation_hours(
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
     """
+    # `gpus / engine.gpus` engines answer a set together, each an equal part of it.
     seconds = sum(
-        engine.seconds(answers * engine.gpus / gpus, lengths, gpu, gpus / engine.gpus) for engine, answers in sets
+        engine.seconds(sequences=answers * engine.gpus / gpus, lengths=lengths, gpu=gpu, engines=gpus / engine.gpus)
+        for engine, answers in sets
     )
     return seconds * times / 3600
 

@@ -190,7 +190,7 @@ def _train(
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
     # As in training, where `GradientSplit` separates the gradients of the rollout model's two losses; it is built here
-    # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that the PPO loss (eq. 6) reads.
+    # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that this model's PPO loss reads.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
     del hidden, values, reference_kl, waiting, split
@@ -253,11 +253,17 @@ def _read(model: PreTrainedModel, shape: MicroBatchShape) -> Tensor:
         row = _row(shape)
         return read_row(backbone(model), row).index_select(0, row.predicting.flatten())
 
-    prompts, rows, prompt_tokens, response_tokens = shape
-    ids = torch.zeros(prompts, prompt_tokens, dtype=torch.int64)
-    responses = torch.zeros(rows, response_tokens, dtype=torch.int64)
-    prompt_of_row = torch.arange(rows) % prompts
-    hidden = predicting_hidden(model, ids, None, prompt_of_row, responses, None)  # None: nothing is padded
+    ids = torch.zeros(shape.prompts, shape.prompt_tokens, dtype=torch.int64)
+    responses = torch.zeros(shape.rows, shape.response_tokens, dtype=torch.int64)
+    prompt_of_row = torch.arange(shape.rows) % shape.prompts
+    hidden = predicting_hidden(
+        model,
+        prompt_ids=ids,
+        prompt_mask=None,  # nothing is padded
+        prompt_index=prompt_of_row,
+        response_ids=responses,
+        response_mask=None,
+    )
     return hidden.flatten(0, 1).clone()  # training, too, copies the states of the tokens that exist
 
 
@@ -291,7 +297,8 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     device_type = "cpu" if config.device == "cpu" else "cuda"
     options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
     most_positions, most_tokens = default_tile(positions, vocabulary, device_type)
-    tile = most_positions, split_range(vocabulary, most_tokens, BLOCK)[0].stop
+    tile_tokens = split_range(vocabulary, most_tokens, BLOCK)[0].stop
+    tile = most_positions, tile_tokens
 
     # All rows of the output layers are run where their logits are kept for backward, else those of RUN_TILES tiles.
     whole_heads = [
@@ -300,14 +307,24 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     ]
     rows_run = vocabulary
     if not any(keeps_logits(whole_heads, options)):
-        rows_run = min(vocabulary, RUN_TILES * tile[1])
+        rows_run = min(vocabulary, RUN_TILES * tile_tokens)
         options = replace(options, logits_memory=0)
 
     run_weights = [weight[:rows_run] if rows_run < vocabulary else weight for weight in weights]
     heads = [replace(head, weight=run_weight) for head, run_weight in zip(whole_heads, run_weights, strict=True)]
     ids = torch.zeros(positions, dtype=torch.int64)
     # The head makes no top-k lists here, since `_waiting_tensors` counts the memory of these lists.
-    values, _ = tiled_heads(heads, ids, None, config.sampling.temperature, None, 0, tile, True, options)
+    values, _ = tiled_heads(
+        heads,
+        ids,
+        gather_ids=None,
+        temperature=config.sampling.temperature,
+        lam=None,
+        num_top=0,
+        tile=tile,
+        moments=True,
+        options=options,
+    )
 
     # In backward the gradients of the rows that were not run take memory too. `values` has two outputs of each head,
     # and then those of the pair of heads.
@@ -323,12 +340,12 @@ def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, i
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:
-        """Allocate the tensor when backward reaches the first of the values."""
+        """Allocate the held tensor when backward reaches any of `values` for the first time."""
         if gradient is not None and not held:  # None: this pass does not go through the value
             held.append(torch.empty(shape))
 
     def release(_: Tensor) -> None:
-        """Free the tensor when the gradient of the weight is complete."""
+        """Free the held tensor when the gradient of `weight` is complete."""
         held.clear()
 
     for value in values:

@@ -65,13 +65,13 @@ SHOWN_KINDS, SHOWN_COUNTS = ("H100", "H200"), (1, 2, 4, 8)  # kinds and numbers 
 
 
 class MachineEstimate(NamedTuple):
-    """The memory and the hours of a run on some GPUs, and hours if the policy alone generates, for comparison."""
+    """The memory and the hours of a run on some GPUs; for comparison, the hours if the policy generates everything."""
 
     kind: str  # name of the GPU, a key of GPUS
     shard: Shard  # memory of each GPU
     hours: Hours | None  # hours of the run; None where it does not fit
     alone: Hours | None  # hours if the policy alone generates as many responses, on-policy, with one step on each batch
-    ahead: Hours | None = None  # hours if the policy alone generates ahead, with drafts; None: no room, or one GPU
+    ahead: Hours | None = None  # hours if the policy generates batches ahead of training; None: no room, or one GPU
 
 
 class FlopShares(NamedTuple):
@@ -101,7 +101,7 @@ def is_large(sizes: Mapping[Role, ModelSize]) -> bool:
 def estimate(
     config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, stated: GpusConfig | None
 ) -> CostEstimate:
-    """Estimate memory and hours of a run on each shown kind and number of GPUs, and on the stated ones.
+    """Estimate memory and hours of a run on each kind and number of GPUs that a plan's table lists, and on `stated`.
 
     Args:
         config: settings of the run.
@@ -166,7 +166,8 @@ class ShareHours:
     A batch takes the same optimizer steps, whichever model generates the batch.
     """
 
-    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # returns the hours of all iterations with an engine
+    # Returns the hours of all iterations, from one iteration's work, the engine that generates, and the trained models.
+    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]
     work: Work  # work of one iteration
     policy: EngineSpeed  # the policy's engine in a run without a rollout model
     beside: EngineSpeed  # the policy's engine if the rollout model's engine has memory of the same GPUs
@@ -193,7 +194,7 @@ class ShareHours:
         whole = self.run(self.work, self.rollout_model, [*self.costs.values()])
         sending = whole.sending if share > 0.0 or drafts else 0.0
         if share < 1.0:
-            sending += self.run(self.work, self.beside, ()).sending
+            sending += self.run(self.work, self.beside, ()).sending  # (): here only the time of sending counts
         return whole._replace(generation=self.generation(share, drafts), sending=sending)
 
 
@@ -241,18 +242,19 @@ class Estimator:
         """Return memory and hours of the run on `count` GPUs of a kind."""
         shard = self.shard(kind, count)
         if not shard.fits:
-            return MachineEstimate(kind, shard, hours=None, alone=None)
+            return MachineEstimate(kind=kind, shard=shard, hours=None, alone=None)
 
         shares = self.shares(GPUS[kind], count)
         evaluating = self.evaluating(shares)
         hours = self.run_hours(shares)._replace(evaluating=evaluating)
 
-        # The same number of responses if only the policy is trained, on-policy: `times` iterations for each of the run.
+        # The hours if only the policy is trained, on-policy. For as many responses as in the run, each iteration of the
+        # run becomes `times` iterations.
         work, times = on_policy(shares.work)
         once = shares.run(work, shares.policy, [self._costs["policy"]])
         alone = Hours(*(times * activity for activity in once))._replace(evaluating=evaluating)
         ahead = self.ahead(GPUS[kind], count, evaluating)
-        return MachineEstimate(kind, shard, hours=hours, alone=alone, ahead=ahead)
+        return MachineEstimate(kind=kind, shard=shard, hours=hours, alone=alone, ahead=ahead)
 
     def ahead(self, gpu: Gpu, count: int, evaluating: float, writer: Role = "policy") -> Hours | None:
         """Return the fewest hours of a run that generates batches while it trains on earlier ones.
@@ -280,8 +282,8 @@ class Estimator:
         # A parameter takes 4 bytes as a weight and, if it is trained, 12 more for gradient and moments.
         fewest_training = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
-        # Every split of the GPUs into some that generate and others that train. The learner waits if generating takes
-        # longer than training.
+        # Every split of the GPUs into some that generate, AT_ONCE batches together, and others that train. The learner
+        # waits if generating takes longer than training.
         estimates: list[Hours] = []
         for generating in range(1, count - fewest_training + 1):
             if not degree(needs["engine"], gpu, generating):
@@ -293,14 +295,15 @@ class Estimator:
             batches = replace(writing.work, sequences=AT_ONCE * writing.work.sequences)
             for drafts in drafts_tried:
                 speed = replace(writing.rollout_model, drafts=drafts)
-                generation = writing.run(batches, speed, ()).generation / AT_ONCE
+                generation = writing.run(batches, speed, ()).generation / AT_ONCE  # (): these GPUs train nothing
                 estimates.append(learner._replace(generation=max(0.0, generation - learner.training)))
         return min(estimates, key=lambda hours: hours.all, default=None)
 
     def flop_shares(self) -> FlopShares:
-        """Return the run's FLOPs over those of the policy alone, by the models' shapes and the assumed lengths.
+        """Divide the run's FLOPs by those of an on-policy run of the policy alone.
 
-        Reference and critic, which both sides have, are left out.
+        FLOPs follow from the models' shapes and the assumed lengths. Those of reference and critic are left out, since
+        both runs have them.
         """
         config, policy = self._config, self._costs["policy"]
         model = self._costs.get("rollout_model", policy)
@@ -316,11 +319,12 @@ class Estimator:
 
         # FLOPs of training on one response; an on-policy step needs no extra pass.
         work = self.work()
-        trained = work.epochs * policy.training(self.lengths, work.checkpoints, work.extra / work.epochs)
+        extra = work.extra / work.epochs  # forward passes without gradient in one epoch
+        trained = work.epochs * policy.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
         if "rollout_model" in self._costs:
-            used = fmean(map(config.uses_rollout_model, iterations))
-            trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
-        trained_alone = policy.training(self.lengths, work.checkpoints, 0.0)
+            used = fmean(map(config.uses_rollout_model, iterations))  # share of the iterations that use the model
+            trained += used * work.epochs * model.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
+        trained_alone = policy.training(self.lengths, checkpoints=work.checkpoints, extra=0.0)
 
         # FLOPs of all evaluations, divided by the number of responses that are trained on.
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
@@ -345,11 +349,12 @@ class Estimator:
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
         policy_alone = [self._costs["policy"]]
+        # For each kind of iteration the hours by activity, times the share of the iterations that are of this kind.
         weighted: list[list[float]] = []
         for (share, is_used), times in iterations_alike.items():
             hours = shares.at(share, self.drafts) if is_used else shares.run(shares.work, shares.beside, policy_alone)
             weighted.append([times / count * activity for activity in hours])
-        return Hours(*map(sum, zip(*weighted, strict=True)))
+        return Hours(*map(sum, zip(*weighted, strict=True)))  # each activity summed over the kinds of iterations
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
@@ -393,6 +398,7 @@ class Estimator:
             ),
             work=self.work(),
             policy=self._engine_speed(policy, gpu, count),
+            # Beside the rollout model's engine, the policy generates in the engine of evaluations, if there is one.
             beside=self._engine_speed(needs.get("evaluation.engine", policy), gpu, count),
             rollout_model=self._engine_speed(needs["engine"], gpu, count),
             costs=self._costs,
@@ -444,7 +450,8 @@ def _peak(dtype: str, gpu: Gpu) -> float:
 def _engine_linear(settings: EngineConfig, gpu: Gpu) -> float:
     """Return the time of a FLOP in an engine's linear layers, relative to that of a FLOP in its other layers.
 
-    Only vLLM multiplies INT8 codes as integers.
+    It is below 1 if the engine multiplies in FP8 or INT8. A transformers engine never multiplies INT8 codes as
+    integers.
     """
     in_int8 = settings.quantization == "int8_w8a8" and not isinstance(settings, TransformersEngineConfig)
     fast = gpu.fp8 if settings.quantization == "fp8" else gpu.int8 if in_int8 else None
@@ -502,13 +509,13 @@ def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
 
 
 def _other_flops(config: Config, lengths: Lengths, policy: ModelCost) -> float:
-    """Return the FLOPs of reference and critic for one sequence.
+    """Return the FLOPs of reference and critic for one sequence in one epoch.
 
     The reference reads the sequence once. The critic is as large as the policy without an output layer, is trained on
-    the sequence, and reads it once more for values.
+    the sequence, and reads it once more for values in an iteration; that pass is spread over the epochs.
     """
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:
         body = replace(policy, head=0, trained=policy.parameters)
-        flops += body.training(lengths, config.activation_checkpointing, 1 / config.batch.ppo_epochs)
+        flops += body.training(lengths, checkpoints=config.activation_checkpointing, extra=1 / config.batch.ppo_epochs)
     return flops

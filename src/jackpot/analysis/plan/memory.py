@@ -138,6 +138,7 @@ def _merged_weights(config: Config) -> int:
 
     Models are sent one after the other, so the larger one counts.
     """
+    # The engine to which each model is sent: with a rollout model, the policy goes to the engine of evaluations.
     engines = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
     if config.rollout_model is None:
         engines["policy"] = config.engine

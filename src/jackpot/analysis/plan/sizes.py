@@ -40,7 +40,7 @@ def model_sizes(config: Config) -> dict[Role, ModelSize]:
     sizes: dict[Role, ModelSize] = {role: _size(config, role, path) for role, path in config.model_paths().items()}
     if config.critic:
         count = parameter_count(critic_outline(config.critic.path or config.policy.path))
-        sizes["critic"] = ModelSize(count, count)
+        sizes["critic"] = ModelSize(parameters=count, trained=count)
     return sizes
 
 
@@ -68,8 +68,8 @@ def _size(config: Config, role: Role, path: str) -> ModelSize:
     model, settings = outline(path), getattr(config, role)
     count = parameter_count(model)
     if settings.optimizer is None:
-        return ModelSize(count, 0)
-    return ModelSize(count, count if settings.lora is None else adapter_size(model, settings.lora))
+        return ModelSize(parameters=count, trained=0)
+    return ModelSize(parameters=count, trained=count if settings.lora is None else adapter_size(model, settings.lora))
 
 
 PROMPTS_LOOKED_AT = 256  # number of prompts of the training split that are measured
@@ -94,7 +94,7 @@ def prompt_lengths(config: Config) -> PromptLengths:
     try:
         paths = config.model_paths()
         tokenizer = load_tokenizers(paths)
-        head_rows(paths | reference_path(config), tokenizer)
+        head_rows(paths | reference_path(config), tokenizer)  # raises ModelError if an output layer lacks tokens
         with closing(run_task(config, paths, tokenizer)) as task:
             prompts = PromptStream(task, "train", config.seed).next(PROMPTS_LOOKED_AT)
             left_out = _left_out(task.take_events())

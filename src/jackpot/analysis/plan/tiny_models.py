@@ -92,13 +92,14 @@ def tiny_config(
         tokenizer: tokenizer whose vocabulary the model has.
     """
     text = like.get_text_config()
+    rows = len(tokenizer) + 1  # at least one row more than there are tokens, as in published models
     shared = {name: getattr(text, name) for name in _SHARED_SETTINGS if hasattr(text, name)}
 
     return AutoConfig.for_model(
         text.model_type,
         **shared,
         **size,
-        vocab_size=-(-(len(tokenizer) + 1) // _ROUNDED_TO) * _ROUNDED_TO,
+        vocab_size=math.ceil(rows / _ROUNDED_TO) * _ROUNDED_TO,
         intermediate_size=3 * size["hidden_size"],
         head_dim=size["hidden_size"] // size["num_attention_heads"],
         max_position_embeddings=CONTEXT,
@@ -116,7 +117,8 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
     A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
     exponential is exp(s^2 / 2). With the factor, all answers together have about a tenth of the probability.
     """
-    # The mean exponential that an answer's logit must have, exp((factor s)^2 / 2); a plain token's is about 1.
+    # The mean exponential that an answer's logit must have, exp((factor s)^2 / 2), so that the exponentials of all
+    # answers sum to a tenth of those of the plain tokens, which are about 1 each.
     gain = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
     if gain <= 1.0:
         return 1.0

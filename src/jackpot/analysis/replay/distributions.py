@@ -113,9 +113,10 @@ def _with_rest(log_probs: Tensor) -> Tensor:
 
 
 def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
-    """Return log p_old, [N, M]. No list holds it, so log p_new or log p_inf is returned if it is equal, else None.
+    """Return log p_old, [N, M], of the policy before its first update on the batch; None if it is not known.
 
-    Before the first step on a batch p_old is p_new, and where the policy itself sampled the batch p_old is p_inf.
+    No list holds p_old. Before the first step on a batch it is p_new, and where the policy itself sampled the batch it
+    is p_inf; the log-probs of sampled tokens show whether they are equal.
     """
     if (batch.old - batch.new).abs().max() < EQUAL:
         return new
