@@ -364,7 +364,7 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
     if "teacher_ids" not in names:
         raise DataError(f"the batch has {', '.join(names)} and no top-k lists: was verl's server of vLLM patched too?")
 
-    # `align_top_lists` has put the sampler's lists under verl's names for those of a teacher.
+    # `align_top_lists` has put the sampler's lists under verl's names for those of a teacher: [1, N, K] each.
     ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
     if get_ulysses_sequence_parallel_world_size() > 1:
         ids, top = slice_input_tensor(ids, dim=1), slice_input_tensor(top, dim=1)

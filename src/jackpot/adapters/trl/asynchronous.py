@@ -237,6 +237,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         The policy's log-probs, [N], and its hidden states, [1, N, H], are those of all tokens of the packed row.
         """
         # token_index: for each trained token its place among the N tokens of the row; -1 where there is no token.
+        # `index` and `labels`, [M], are the places and the ids of the M trained tokens.
         selected = inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
         labels = inputs["shift_labels"][inputs["attention_mask"].bool()][index]

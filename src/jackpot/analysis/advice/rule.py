@@ -138,9 +138,9 @@ class JudgedCorrection:
 
     @property
     def kind(self) -> str:
-        """Return the correction's name; if _SIMPLICITY ranks it with this `proximal` by itself, "NAME PROXIMAL"."""
-        at_point = f"{self.name} {self.settings.get('proximal')}"
-        return at_point if at_point in _SIMPLICITY else self.name
+        """Return "NAME PROXIMAL" if _SIMPLICITY ranks the correction with its `proximal`, else its name alone."""
+        name_and_proximal = f"{self.name} {self.settings.get('proximal')}"
+        return name_and_proximal if name_and_proximal in _SIMPLICITY else self.name
 
     @property
     def simplicity(self) -> tuple[int, bool, int]:

@@ -72,7 +72,7 @@ def by_proximal(config: Config, value: float) -> str:
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it p_rollout_model / p_sampler."""
+    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it p_model / p_sampler."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 

@@ -106,6 +106,7 @@ def _response_signs(table: pa.Table, config: Config) -> dict[str, float]:
     # Shares of the responses: with an end token before their last token, and ended by one of the run's stop ids.
     signs = {
         "saved/end_inside": fmean(any(map(_END.match, row["tokens"][:-1])) for row in rows),
+        # [-1:]: the last token, or none of an empty response
         "saved/ended_by_stop_ids": fmean(not stops.isdisjoint(row["token_ids"][-1:]) for row in rows),
     }
     if len(set(table.column("prompt").to_pylist())) > 1:  # equal responses to one prompt are no sign of a fault

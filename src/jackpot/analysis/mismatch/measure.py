@@ -232,6 +232,7 @@ def _averaged(tokens: TokenMismatch) -> dict[str, Tensor]:
     quantities = {
         "gap": tokens.gap,
         "log_gap": tokens.log_ratio.abs(),
+        # k1 and k3 estimate KL(p || q) from sampled tokens alone.
         "k1": -tokens.log_ratio,
         "k3": torch.expm1(tokens.log_ratio) - tokens.log_ratio,
         "ratio": tokens.log_ratio.exp(),

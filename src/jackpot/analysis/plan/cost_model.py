@@ -252,9 +252,9 @@ class EngineSpeed:
 
         The mean length of a response that is being generated is E[length^2] / (2 E[length]), averaged over time.
         """
-        length = lengths.prompt + lengths.square / (2 * lengths.mean)
-        cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)
-        room = self.cache_bytes / (cache * self.number_bytes * length)
+        length = lengths.prompt + lengths.square / (2 * lengths.mean)  # of prompt and unfinished response
+        cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)  # numbers for each token
+        room = self.cache_bytes / (cache * self.number_bytes * length)  # sequences that the cache has room for
         return max(1.0, min(sequences, self.max_num_seqs, room))
 
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu, engines: float = 1.0) -> float:

@@ -191,6 +191,7 @@ class ShareHours:
         With `drafts`, the rollout model drafts for the policy. The weights of every model that generates or drafts are
         sent to its engine.
         """
+        # The hours if the rollout model generates everything, of which generation and sending are then replaced.
         whole = self.run(self.work, self.rollout_model, [*self.costs.values()])
         sending = whole.sending if share > 0.0 or drafts else 0.0
         if share < 1.0:
@@ -489,6 +490,7 @@ def _evaluated(config: Config) -> list[tuple[Role, int]]:
     answers = [settings.problems * settings.k]
     for benchmark in settings.benchmarks:
         published = BENCHMARKS[benchmark.name].test if benchmark.name in BENCHMARKS else None
+        # A benchmark without a published size is left out.
         answers += [published.size * (benchmark.k or settings.k)] if published else []
     sets: list[tuple[Role, int]] = [("policy", count) for count in answers]
     return sets if config.rollout_model is None else [*sets, ("rollout_model", settings.problems * settings.k)]

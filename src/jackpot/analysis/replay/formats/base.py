@@ -53,7 +53,7 @@ class DumpFormat:
         else:
             records = (record for _, record in self.records(path, warn) if isinstance(record, Mapping))
             present = set(next(records, ()))
-        return any(mark <= present for mark in self.marks)
+        return any(mark <= present for mark in self.marks)  # a mark is a set of columns, all of which the format has
 
     def read(self, path: Path, warn: Warn, incomplete: list[str]) -> Iterator[SavedResponse]:
         """Yield the responses of one file, and warn of records that are damaged, too large or lack a needed column.
