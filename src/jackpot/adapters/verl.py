@@ -340,7 +340,7 @@ def z_request(config: DictConfig) -> dict[str, float]:
 
 
 def z_names(columns: Any) -> list[str]:
-    """Return the names in `Z_FIELDS` that a batch has as columns, in the same order."""
+    """Return the names in `Z_FIELDS` that a batch has as columns, in the order of `Z_FIELDS`."""
     names = set(columns.keys())  # `in` would not look among the keys of a TensorDict
     return [name for name in Z_FIELDS if name in names]
 

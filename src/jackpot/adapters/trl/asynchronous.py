@@ -159,7 +159,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
             the `old_log_probs` of its samples must be [T, 1 + 2K]: for each token its log-prob, then the ids and then
             the log-probs of the K most probable tokens (`ListingLoop`).
         correction: settings of the correction, as in `CorrectedGRPOTrainer`.
-        num_top_log_probs: K that the vLLM server is asked for, where the correction reads Z.
+        num_top_log_probs: length K of the top-k lists that the vLLM server is asked for, where the correction reads Z.
 
     Raises:
         ConfigError: settings or features of TRL cannot be combined with the correction (docs/trl.md lists them).

@@ -230,7 +230,8 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         args, kwargs: arguments of TRL's trainer.
         correction: settings of the correction: its name, or a mapping with the name and settings, such as
             `{"name": "obrs", "lam": 1.0, "c1": 3.0}` (docs/corrections.md).
-        num_top_log_probs: K that TRL's vLLM is asked for, by default 20, the largest that vLLM allows by default.
+        num_top_log_probs: length K of the top-k lists that TRL's vLLM is asked for, by default 20, the largest that vLLM
+            allows by default.
 
     Raises:
         ConfigError: TRL's own correction is on too, no sampler reports log-probs, or a feature of TRL is used that a
@@ -432,6 +433,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         """Score a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
         model = plain_model(self.accelerator.unwrap_model(self.model))
         rows = self.args.per_device_train_batch_size
+        # All tensors of the batch that have rows, and their parts of `rows` rows.
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
         splits = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
         with without_dropout(model), self.accelerator.autocast():

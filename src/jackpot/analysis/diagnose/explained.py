@@ -89,9 +89,10 @@ def by_capped_weights(config: Config, value: float) -> str:
     """
     correction = config.objective.correction
     caps = [getattr(correction, name) for name in ("cap", "c1", "high") if hasattr(correction, name)]
-    # A correction without weights has no cap in `caps`; `all` is then True.
-    has_cap = correction.name not in ("is", "custom") and correction.proximal != "rollout"
-    return f"objective.correction={correction.name}" if has_cap and all(map(math.isfinite, caps)) else ""
+    # Importance sampling (`is`) has no cap, and that of a custom correction is not known.
+    may_be_capped = correction.name not in ("is", "custom") and correction.proximal != "rollout"
+    is_capped = may_be_capped and all(map(math.isfinite, caps))  # without weights there are no caps, and `all` is True
+    return f"objective.correction={correction.name}" if is_capped else ""
 
 
 def by_truncation(config: Config, value: float) -> str:

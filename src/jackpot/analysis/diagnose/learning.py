@@ -171,7 +171,7 @@ def sparse_limit(largest: float) -> RunLimit:
 
 
 def unless_risen(limit: float) -> RunLimit:
-    """Return a limit that does not apply if the policy has become better."""
+    """Restrict `limit` to runs in which the policy has not become better; no limit applies to other runs."""
     return lambda history, values: None if _has_risen(history) else limit
 
 

@@ -182,16 +182,17 @@ def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]
     starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
     timed = [line for line in lines if line["iteration"] not in starts and line.get("seconds/train")]
     usual = {phase: median([line.get(f"seconds/{phase}") or 0.0 for line in timed] or [0.0]) for phase in PHASES}
-    total = sum(usual.values())
+    usual_total = sum(usual.values())  # seconds of a median iteration
 
     slowest = 1.0
     for line in timed:
         took = {phase: line.get(f"seconds/{phase}") or 0.0 for phase in PHASES}
-        for phase, seconds in usual.items():
+        for phase, usual_seconds in usual.items():
             elsewhere = sum(took.values()) - took[phase]  # seconds of all other phases
-            is_delayed = took[phase] - seconds > max(LEAST_DELAY, LEAST_DELAY_ITERATIONS * total)
-            if is_delayed and elsewhere < 2.0 * (total - seconds):
-                slowest = max(slowest, took[phase] / max(seconds, SHORTEST_MEDIAN))
+            is_delayed = took[phase] - usual_seconds > max(LEAST_DELAY, LEAST_DELAY_ITERATIONS * usual_total)
+            # If all other phases took twice as long as usual, the machine was busy.
+            if is_delayed and elsewhere < 2.0 * (usual_total - usual_seconds):
+                slowest = max(slowest, took[phase] / max(usual_seconds, SHORTEST_MEDIAN))
         line["seconds/slowest"] = slowest
 
 

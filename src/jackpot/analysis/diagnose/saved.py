@@ -77,7 +77,8 @@ def _prompt_signs(
     Args:
         table: one file of saved rollouts.
         held_out: (problem, answer) of the held-out problems.
-        answers_of: all answers to a prompt in the files before; the answers of this file are added.
+        answers_of: all answers to a prompt in the files before, by the prompt's text and also by its token ids; the
+            answers of this file are added.
     """
     rows = table.select(["prompt_uid", "prompt", "answer", "prompt_ids"]).to_pylist()
     by_uid = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}

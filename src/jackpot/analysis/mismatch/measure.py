@@ -263,7 +263,7 @@ def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
 
     p is the sampler's probability of a token, q the learner's; `pairs` is [N, 2].
     """
-    step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
+    step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))  # - 1: a place is left for the largest gap
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})
     return tuple((float(p), float(q)) for p, q in pairs[rows].tolist())

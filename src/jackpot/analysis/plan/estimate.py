@@ -430,6 +430,7 @@ class Estimator:
     def work(self) -> Work:
         """Return the work of one iteration, as the settings and the assumed lengths define it."""
         config, batch = self._config, self._config.batch
+        # The expected number of tokens that an optimizer step trains on.
         step_tokens = (batch.mini_batch_size or batch.rollouts) * (self.lengths.prompt + self.lengths.mean)
         return Work(
             sequences=batch.rollouts,

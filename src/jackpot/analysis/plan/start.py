@@ -71,6 +71,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
         is_asked: whether the stated GPUs were asked about.
     """
     stated = needs.stated
+    # (kind, count) of each choice; a count of 0 stands for GPUs on which the run does not fit.
     counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]
     if not is_asked:
         # The first of these on which the run fits, and then the GPUs of this machine.

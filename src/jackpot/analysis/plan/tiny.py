@@ -169,7 +169,7 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
     The dict is empty if the recipe's batch is small enough.
     """
-    # The batch must split into whole groups, and into equal optimizer steps.
+    # The batch must split into whole groups, and into equal optimizer steps, of which one epoch has `steps`.
     steps, group = batch.steps_per_iteration // batch.ppo_epochs, min(batch.group_size, GROUP)
     multiple = math.lcm(steps, group)
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple
@@ -283,7 +283,8 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
         # The rollout model is the smaller of the two, unless it is the policy's model itself.
         size = SMALL if config.rollout_model and path == config.rollout_model.path != config.policy.path else LARGE
         unfinished = target.with_name(f"{target.name}.unfinished")
-        save_tiny(unfinished, like, size, models.tokenizer, answers, fold_in(0, "tiny", path))
+        seed = fold_in(0, "tiny", path)  # of the random weights, which are the same each time
+        save_tiny(unfinished, like=like, size=size, tokenizer=models.tokenizer, answers=answers, seed=seed)
         unfinished.rename(target)
 
 
