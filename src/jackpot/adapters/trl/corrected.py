@@ -230,8 +230,8 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         args, kwargs: arguments of TRL's trainer.
         correction: settings of the correction: its name, or a mapping with the name and settings, such as
             `{"name": "obrs", "lam": 1.0, "c1": 3.0}` (docs/corrections.md).
-        num_top_log_probs: length K of the top-k lists that TRL's vLLM is asked for, by default 20, the largest that vLLM
-            allows by default.
+        num_top_log_probs: length K of the top-k lists that TRL's vLLM is asked for, by default 20, the largest that
+            vLLM allows by default.
 
     Raises:
         ConfigError: TRL's own correction is on too, no sampler reports log-probs, or a feature of TRL is used that a
