@@ -87,8 +87,8 @@ def compute_rollout_correction_and_rejection_mask(
     """Compute what verl's function of this name returns, by a correction of ours where `rollout_is` names one.
 
     The weights are ours times the acceptance mask, so verl still counts a token that the correction rejects in the
-    denominator of its loss. A token that `rollout_rs` rejects is not counted, as in verl. A token whose log-probs are
-    not finite has the weight 0.
+    denominator of its loss. A token that `rollout_rs` rejects is not counted, as in verl. A token whose log-probs or Z
+    cannot be used, such as NaN, has the weight 0.
 
     Args:
         old_log_prob: [B, T] log-probs of the policy: before the update, or the current one with `bypass_mode`.
@@ -124,6 +124,7 @@ def compute_rollout_correction_and_rejection_mask(
     both_log_probs = (old_log_prob, rollout_log_prob)
     proto, remaining, metrics = _verl_correction(*both_log_probs, response_mask, rollout_is, **weighting, **options)
 
+    # A log-prob of -inf is usable only as the policy's, to which the token is impossible: the ratio is 0.
     mask = response_mask.bool()
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
     if z is not None:
@@ -162,7 +163,7 @@ def _measured(
 
     Args:
         old, rollout: [B, T] log-probs of the policy and of the engine.
-        mask, usable: [B, T] bool, the sampled tokens, and those of them with finite log-probs and a finite Z.
+        mask, usable: [B, T] bool, the sampled tokens, and those of them whose log-probs and Z can be used.
         remaining: [B, T] bool, the usable tokens that `rollout_rs` does not reject.
         weights: [B, T], 0 where the correction rejects.
         accepted: [B, T], 1 where the correction accepts, or the acceptance probability with an expected mask.
@@ -327,7 +328,7 @@ def z_request(config: DictConfig) -> dict[str, float]:
     if "z" not in correction.reads:
         return {}
 
-    for setting, allowed in _Z_NEEDS.items():
+    for setting, allowed in _Z_NEEDS.items():  # the error names the last of the allowed values
         if (value := OmegaConf.select(config, setting)) not in allowed:
             raise ConfigError(f"rollout_is {rollout_is!r} reads Z: {setting} is {value!r}; it must be {allowed[-1]!r}")
     if (k := int(OmegaConf.select(config, "actor_rollout_ref.rollout.calculate_log_probs") or 0)) < 2:
@@ -339,7 +340,7 @@ def z_request(config: DictConfig) -> dict[str, float]:
 
 
 def z_names(columns: Any) -> list[str]:
-    """Return the names in `Z_FIELDS` that a batch has as columns, in the same order."""
+    """Return the names in `Z_FIELDS` that a batch has as columns, in the order of `Z_FIELDS`."""
     names = set(columns.keys())  # `in` would not look among the keys of a TensorDict
     return [name for name in Z_FIELDS if name in names]
 
@@ -363,7 +364,7 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
     if "teacher_ids" not in names:
         raise DataError(f"the batch has {', '.join(names)} and no top-k lists: was verl's server of vLLM patched too?")
 
-    # `align_top_lists` has put the sampler's lists under verl's names for those of a teacher.
+    # `align_top_lists` has put the sampler's lists under verl's names for those of a teacher: [1, N, K] each.
     ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
     if get_ulysses_sequence_parallel_world_size() > 1:
         ids, top = slice_input_tensor(ids, dim=1), slice_input_tensor(top, dim=1)

@@ -114,7 +114,7 @@ class ListingLoop(_worker._AsyncRolloutLoop):
         self._num_top = num_top_log_probs
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
-        """Send a request that asks for top-k lists, and put a row of 1 + 2K numbers in the place of each log-prob."""
+        """Send a request that asks for top-k lists, and replace each log-prob in the answer by a row of `_flat_row`."""
         payload |= {"logprobs": self._num_top, "return_tokens_as_token_ids": True}
         output = await super()._post(path, payload, timeout, max_retries)
         for choice in output["choices"]:
@@ -123,7 +123,7 @@ class ListingLoop(_worker._AsyncRolloutLoop):
         return output
 
     async def _score_group(self, group: Any) -> list[Any]:
-        """Score a group of samples as TRL does, once tokens that were not sampled have rows of 1 + 2K zeros."""
+        """Give tokens that were not sampled rows of 1 + 2K zeros, then score the group of samples as TRL does."""
         blank = [0.0] * (1 + 2 * self._num_top)  # for tokens of the context: TRL has the number 0 as their log-prob
         for sequence in chain.from_iterable(group.completions_sequences):
             sequence.old_log_probs = [row if isinstance(row, list) else blank for row in sequence.old_log_probs]
@@ -132,6 +132,8 @@ class ListingLoop(_worker._AsyncRolloutLoop):
 
 def _flat_row(entries: Sequence[tuple[int, float]]) -> list[float]:
     """Return the 1 + 2K numbers that `ListingLoop` puts in the place of a token's log-prob.
+
+    They are the log-prob of the sampled token, the ids of the K most probable tokens, and their K log-probs.
 
     Args:
         entries: (id, log-prob) of the sampled token, then of the K most probable tokens.
@@ -147,15 +149,17 @@ class _Forwarded(Exception):
 class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` with one of our corrections; TRL's own loss has no correction.
 
-    The factor kappa of a correction, the sum of acceptances over that of Z, is computed from a micro-batch of all
-    processes. The log-probs of the current policy come from TRL's own forward pass. With
-    `correction="none"` the loss is TRL's, to the bit.
+    OBRS accepts or rejects each token, and Z is the probability that it accepts a token of the engine in a state. Its
+    factor kappa, the sum of the tokens' acceptance probabilities over the sum of Z, is computed from a micro-batch of
+    all processes. The log-probs of the current policy come from TRL's own forward pass. With `correction="none"` the
+    loss is TRL's, to the bit.
 
     Args:
         args, kwargs: arguments of TRL's trainer. If you give a `rollout_worker` of your own and the correction reads Z,
-            the `old_log_probs` of its samples must be [T, 1 + 2K], as those of `ListingLoop` are.
+            the `old_log_probs` of its samples must be [T, 1 + 2K]: for each token its log-prob, then the ids and then
+            the log-probs of the K most probable tokens (`ListingLoop`).
         correction: settings of the correction, as in `CorrectedGRPOTrainer`.
-        num_top_log_probs: K that the vLLM server is asked for, where the correction reads Z.
+        num_top_log_probs: length K of the top-k lists that the vLLM server is asked for, where the correction reads Z.
 
     Raises:
         ConfigError: settings or features of TRL cannot be combined with the correction (docs/trl.md lists them).
@@ -187,6 +191,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         if self._reads_z:
             refuse_placement(self)
             self._head = LinearHead(output_layer(self._policy), policy_soft_cap=logit_softcap(self._policy))
+            # A worker that TRL has made asks for top-k lists too; a worker of the user's stays as it is.
             if isinstance(self.rollout_worker, _worker.AsyncRolloutWorker) and rollout_worker is None:
                 self.rollout_worker._loop_cls = partial(ListingLoop, num_top_log_probs=num_top_log_probs)
 
@@ -232,10 +237,12 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         The policy's log-probs, [N], and its hidden states, [1, N, H], are those of all tokens of the packed row.
         """
         # token_index: for each trained token its place among the N tokens of the row; -1 where there is no token.
+        # `index` and `labels`, [M], are the places and the ids of the M trained tokens.
         selected = inputs["token_index"] >= 0
         index = inputs["token_index"][selected]
         labels = inputs["shift_labels"][inputs["attention_mask"].bool()][index]
-        rollout = inputs["old_log_probs"][selected].reshape(len(index), -1)  # [M, 1 + 2K]
+        # [M, 1 + 2K]: the log-prob of each trained token, then ids and then log-probs of its top-k list (`_flat_row`).
+        rollout = inputs["old_log_probs"][selected].reshape(len(index), -1)
         k = rollout.shape[1] // 2
         if self._reads_z and not k:
             raise ConfigError(

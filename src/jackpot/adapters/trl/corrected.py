@@ -217,19 +217,21 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     """TRL's `GRPOTrainer` with one of our corrections in the place of `vllm_importance_sampling_correction`.
 
     The sampler, TRL's vLLM (`use_vllm=True`) or a `rollout_func`, must report the log-probs of the sampled tokens. For
-    corrections that read Z (OBRS) it must return its top-k lists too: TRL's vLLM is asked for them; a `rollout_func`
-    returns `top_ids` and `top_log_probs`, [T, K] for each completion, beside TRL's keys.
+    corrections that read Z, the probability that OBRS accepts a token in a state, it must return its top-k lists too:
+    TRL's vLLM is asked for them; a `rollout_func` returns `top_ids` and `top_log_probs`, [T, K] for each completion,
+    beside TRL's keys.
 
-    The factor kappa of a correction, the sum of acceptances over that of Z, is computed from the generation batch of
-    all processes. A correction that follows the current policy (`target: new`, `proximal: new`) scores the
-    micro-batches of a step again if the policy has moved since they were generated, and computes kappa from them. An
-    evaluation's loss is not corrected.
+    The factor kappa of OBRS, the sum of the tokens' acceptance probabilities over the sum of Z, is computed from the
+    generation batch of all processes. A correction that follows the current policy (`target: new`, `proximal: new`)
+    scores the micro-batches of a step again if the policy has moved since they were generated, and computes kappa from
+    them. An evaluation's loss is not corrected.
 
     Args:
         args, kwargs: arguments of TRL's trainer.
         correction: settings of the correction: its name, or a mapping with the name and settings, such as
             `{"name": "obrs", "lam": 1.0, "c1": 3.0}` (docs/corrections.md).
-        num_top_log_probs: K that TRL's vLLM is asked for, by default 20, the largest that vLLM allows by default.
+        num_top_log_probs: length K of the top-k lists that TRL's vLLM is asked for, by default 20, the largest that
+            vLLM allows by default.
 
     Raises:
         ConfigError: TRL's own correction is on too, no sampler reports log-probs, or a feature of TRL is used that a
@@ -340,7 +342,8 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
                 batch["old_per_token_logps"] = scores.old_log_probs
 
         self._corrected_at = self.state.global_step
-        self._correct([(batch, *self._measured(batch, old=scores, now=scores))])  # no update came between
+        # No update came between: the scores before it are those of the current policy.
+        self._correct([(batch, *self._measured(batch, old=scores, now=scores))])
         return batch
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
@@ -360,7 +363,8 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
                 rollout_model_old_log_probs=batch["jackpot_old"],  # any numbers: no correction reads these
                 z=ZEstimate(*batch["jackpot_old_z"].unbind(-1)),
             )
-            measured.append((batch, *self._measured(batch, old, self._read(batch, needs_z))))
+            correction_inputs, overlap = self._measured(batch, old=old, now=self._read(batch, needs_z))
+            measured.append((batch, correction_inputs, overlap))
         self._correct(measured)
         return inputs
 
@@ -429,6 +433,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         """Score a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
         model = plain_model(self.accelerator.unwrap_model(self.model))
         rows = self.args.per_device_train_batch_size
+        # All tensors of the batch that have rows, and their parts of `rows` rows.
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
         splits = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
         with without_dropout(model), self.accelerator.autocast():

@@ -85,7 +85,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         policy_engine: generates with the policy, in evaluations and where the policy has a share of the rollouts; None:
             the settings of `engine`. If these settings have `draft`, the rollout model drafts for the policy.
         correction: settings of the correction of the policy's mismatch, as in `CorrectedGRPOTrainer`.
-        num_top_log_probs: K that the engines are asked for.
+        num_top_log_probs: length K of the top-k lists that the engines are asked for.
 
     Raises:
         ConfigError: a feature of TRL is used that two models cannot be combined with (docs/trl.md), or settings do not

@@ -71,7 +71,7 @@ class BatchNames:
         """Return the name of the next batch, and its index among the batches since the last optimizer step."""
         kind = "train" if trainer.model.training else "eval"
         step = trainer.state.global_step
-        last_step, last_index = self._newest.get(kind, (step, -1))
+        last_step, last_index = self._newest.get(kind, (step, -1))  # -1: the first batch of a kind has the index 0
 
         index = last_index + 1 if last_step == step else 0
         self._newest[kind] = (step, index)

@@ -44,11 +44,12 @@ Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 
 
 class Worth(NamedTuple):
-    """The worth of a rollout of another model, in rollouts of the policy's own, as three numbers that give it.
+    """The worth of a rollout of another model, in rollouts of the policy's own, and three numbers that determine it.
 
-    They are the effective sample size, the gap that a correction leaves, and the excess weight of states that the
-    policy visits less often than the sampler: worth = effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md). F is
-    the factor of the correction on a token's gradient. The fields are tensors of one shape.
+    These are the effective sample size (`effective`), the gap that a correction leaves (`gap`), and the excess weight
+    of states that the policy visits less often than the sampler (`elsewhere`): worth =
+    effective (1 - 2 gap)^2 (1 - elsewhere)^2 (docs/replay.md). F is the factor of the correction on a token's
+    gradient. The fields are tensors of one shape.
 
     Why: the best step along an estimate g of the gradient G gains <E g, G>^2 / E|g|^2. Noise of single rollouts makes
     up nearly all of E|g|^2, which is then proportional to E F^2. Of E g, the share 1 - elsewhere is in states that the
@@ -58,7 +59,7 @@ class Worth(NamedTuple):
 
     effective: Tensor  # effective sample size as a share of the tokens: (E F)^2 / E F^2
     gap: Tensor  # mean over states of the total variation that the correction leaves
-    elsewhere: Tensor  # share of the states' weight that is too much: the policy visits those states less often
+    elsewhere: Tensor  # excess weight of states that the policy visits less often, as a share of all states' weight
 
     @property
     def of_tokens(self) -> Tensor:
@@ -75,8 +76,8 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     """Compute the worth of a rollout in a mixture of corrected rollouts of the rollout model and the policy's own.
 
     F is the correction's factor on a token's gradient, and 1 on the policy's own tokens. With s for `fraction`, m for
-    the mean of F and q for that of F^2, effective is (s m + 1 - s)^2 / (s q + 1 - s). Gap and elsewhere are those of
-    the rollout model times s m / (s m + 1 - s), its share of the weight.
+    the mean of F and q for that of F^2, `effective` is (s m + 1 - s)^2 / (s q + 1 - s). `gap` and `elsewhere` are those
+    of the rollout model's tokens, times these tokens' share of the weight, s m / (s m + 1 - s).
 
     Args:
         sums: [..., 7] sums over tokens of the rollout model, the COLUMNS.
@@ -85,7 +86,7 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     Returns:
         The worth, [...].
     """
-    # The sums by their names in COLUMNS; `overlap`, the last one, is not needed.
+    # The sums by their names in COLUMNS, where `wrong` and `trained` are explained; `overlap`, the last, is not needed.
     tokens, factor, square, wrong, trained, elsewhere, _ = sums.unbind(-1)
     mean_factor, mean_square = factor / tokens, square / tokens
 
@@ -106,9 +107,9 @@ def estimate(function: Callable[..., Tensor], *groups: Tensor) -> Estimate:
     The jackknife leaves out whole prompts, so tokens of a response and responses to a prompt may depend on each other.
 
     Args:
-        function: takes sums over tokens, [..., 7] for each of `groups`, and returns [...].
-        groups: sums of each group of prompts, [G, 7]; with several tensors, row g of each is of the same prompts.
-            Groups without a token do not count.
+        function: takes sums over tokens (COLUMNS), [..., 7] for each of `groups`, and returns [...].
+        groups: the 7 sums of each of G groups of prompts, [G, 7]; with several tensors, row g of each is of the same
+            prompts. Groups without a token do not count.
     """
     used = [rows[groups[0][:, TOKENS] > 0] for rows in groups]
     totals = [rows.sum(0) for rows in used]
@@ -137,9 +138,9 @@ class JudgedCorrection:
 
     @property
     def kind(self) -> str:
-        """Return the correction's name; if _SIMPLICITY ranks it with this `proximal` by itself, "NAME PROXIMAL"."""
-        at_point = f"{self.name} {self.settings.get('proximal')}"
-        return at_point if at_point in _SIMPLICITY else self.name
+        """Return "NAME PROXIMAL" if _SIMPLICITY ranks the correction with its `proximal`, else its name alone."""
+        name_and_proximal = f"{self.name} {self.settings.get('proximal')}"
+        return name_and_proximal if name_and_proximal in _SIMPLICITY else self.name
 
     @property
     def simplicity(self) -> tuple[int, bool, int]:
@@ -160,7 +161,7 @@ class JudgedCorrection:
 
     @property
     def of_tokens(self) -> Estimate:
-        """Return the worth by tokens alone, as if no state had too much weight for how often the policy visits it."""
+        """Return the worth without `elsewhere`, as if no state had more weight than the policy's visits to it give."""
         return estimate(lambda sums: worth_of(sums).of_tokens, self.groups)
 
     @property
@@ -175,7 +176,7 @@ class JudgedCorrection:
 
     @property
     def elsewhere(self) -> Estimate:
-        """Return the share of the states' weight that is too much: the policy visits those states less often."""
+        """Return the excess weight of states that the policy visits less often, as a share of all states' weight."""
         return estimate(lambda sums: worth_of(sums).elsewhere, self.groups)
 
 

@@ -76,7 +76,8 @@ def run_arms(
 
     summaries = [summarize(run.folder, run.arm) for run in runs]
     write_whole(folder / "summaries.jsonl", "".join(f"{summary.to_json()}\n" for summary in summaries).encode())
-    return compare(summaries, plan.unit, plan.budget, plan.accuracy, plan.baseline), summaries
+    comparison = compare(summaries, unit=plan.unit, budget=plan.budget, accuracy=plan.accuracy, baseline=plan.baseline)
+    return comparison, summaries
 
 
 def check_plan(plan: ComparisonPlan, arms: Sequence[str]) -> None:

@@ -249,7 +249,7 @@ def _difference(arm: Mapping[int, EvaluationPoint], base: Mapping[int, Evaluatio
 
     # Standard errors of both arms at every common seed; runs of old versions may lack them.
     paired = [points[seed].policy_accuracy_stderr for seed in arm if seed in base for points in (arm, base)]
-    errors = [error for error in paired if error is not None]
+    errors = [error for error in paired if error is not None]  # if one is missing, the noise is not known
 
     return Difference(
         spread=spread,

@@ -126,6 +126,7 @@ def _follow(child: _Child, stop_rule: StopRule, listen: ArmListener) -> None:
     child.lines, events = _read(child.run)
     listen(child.run, child.lines, "")  # "": the run has not ended
 
+    # The iteration of the newest evaluation, at which lines have an accuracy or reward; -1: none yet.
     newest = max((line["iteration"] for line in child.lines if measure_of(line)), default=-1)
     if child.stop_reason is None and newest > child.evaluation:
         child.evaluation = newest

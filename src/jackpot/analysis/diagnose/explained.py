@@ -67,12 +67,12 @@ def by_cap(*names: str) -> Explained:
 
 
 def by_proximal(config: Config, value: float) -> str:
-    """Explain why PPO clips the policy's ratio often, or never: by `proximal: rollout` it is policy over sampler."""
+    """Explain why PPO clips the policy's ratio often, or never: `proximal: rollout` makes it p_policy / p_sampler."""
     return _by_proximal("objective.correction", config.objective.correction)
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why PPO clips the rollout model's ratio often: by `proximal: rollout` it is that model over sampler."""
+    """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it p_model / p_sampler."""
     model = config.rollout_model
     return _by_proximal("rollout_model.correction", model.correction) if model else ""
 
@@ -89,9 +89,10 @@ def by_capped_weights(config: Config, value: float) -> str:
     """
     correction = config.objective.correction
     caps = [getattr(correction, name) for name in ("cap", "c1", "high") if hasattr(correction, name)]
-    # A correction without weights has no cap in `caps`; `all` is then True.
-    has_cap = correction.name not in ("is", "custom") and correction.proximal != "rollout"
-    return f"objective.correction={correction.name}" if has_cap and all(map(math.isfinite, caps)) else ""
+    # Importance sampling (`is`) has no cap, and that of a custom correction is not known.
+    may_be_capped = correction.name not in ("is", "custom") and correction.proximal != "rollout"
+    is_capped = may_be_capped and all(map(math.isfinite, caps))  # without weights there are no caps, and `all` is True
+    return f"objective.correction={correction.name}" if is_capped else ""
 
 
 def by_truncation(config: Config, value: float) -> str:
@@ -108,7 +109,7 @@ def by_unused_z(config: Config, value: float) -> str:
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why the rollout model's mean weight is not 1: by its correction, stale rollouts, or top-p and top-k."""
+    """Explain why the rollout model's weights do not average to 1: its correction, old rollouts, or top-p and top-k."""
     correction = config.rollout_model.correction if config.rollout_model else None
     if correction and (correction.name in _NOT_A_RATIO or getattr(correction, "cap", math.inf) <= 1.0):
         return f"rollout_model.correction={correction.name}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jackpot.analysis.diagnose.limits import Limit, MetricHistory, RunLimit, Values, at_start
 from jackpot.training.limits import COLLAPSED_BELOW
 
-EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # the reward is for a task without a verdict
+EVALUATED = ("eval/policy_accuracy", "eval/policy_reward")  # accuracy, or reward for a task without a verdict
 REWARDS = "reward/mean"
 LEAST_ITERATIONS = 30  # iterations after the learning rate's warm-up until a policy must have learned something
 LEAST_MOVE = 1e-5  # least learning rate x steps to learn anything: about the distance that AdamW moves a weight
@@ -60,8 +60,9 @@ def _reward_levels(history: MetricHistory) -> list[Level]:
     # The standard error of a window's mean, from differences of successive iterations, which a trend hardly changes.
     # The mean square of such a difference is twice the variance of one iteration.
     error = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(values)) / (2 * size))
-    # Windows are counted back from the end, so the second may overlap the first.
-    starts = [0, *range(len(values) % size or size, len(values), size)]
+    # The first window begins at 0. The others are counted back from the end, so the second may overlap the first.
+    begin_of_second = len(values) % size or size
+    starts = [0, *range(begin_of_second, len(values), size)]
     levels = [Level(fmean(values[start : start + size]), error) for start in starts]
 
     # Rewards that fall at once fall from the level of the very first iterations.
@@ -126,12 +127,14 @@ def learning_limit(metric: str) -> RunLimit:
         newest, error = levels[-1].mean, _difference_error(levels[0], levels[-1])
         lost_limits = [unlearning_limit(metric, at_once=at_once)(history, values) for at_once in (True, False)]
         has_fallen = any(lost is not None and newest < lost for lost in lost_limits)
-        is_full = metric == EVALUATED[0] and levels[0].mean + error >= 1.0
+        is_accuracy = metric == EVALUATED[0]
+        is_full = is_accuracy and levels[0].mean + error >= 1.0
         if has_fallen or is_full:
             return None
 
         # Coarse evaluations, and risen training rewards, leave open whether anything was learned.
-        is_coarse = metric == EVALUATED[0] and (error > LARGEST_ERROR or error > LARGEST_ERROR_SHARE * newest > 0.0)
+        is_large_share = newest > 0.0 and error > LARGEST_ERROR_SHARE * newest
+        is_coarse = is_accuracy and (error > LARGEST_ERROR or is_large_share)
         is_unsure = is_coarse or (metric != REWARDS and _rewards_rise(history))
         return None if is_unsure and not why_nothing(history) else levels[0].mean + error
 
@@ -168,7 +171,7 @@ def sparse_limit(largest: float) -> RunLimit:
 
 
 def unless_risen(limit: float) -> RunLimit:
-    """Return a limit that does not apply if the policy has become better."""
+    """Restrict `limit` to runs in which the policy has not become better; no limit applies to other runs."""
     return lambda history, values: None if _has_risen(history) else limit
 
 
@@ -193,7 +196,7 @@ def unlearning_limit_if_rewards_rose(metric: str, *, at_once: bool) -> RunLimit:
 
 
 def equal_rewards_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a low limit just above 0 for max - min of the mean rewards if all iterations had the same mean reward."""
+    """Return a low limit just above 0 for the spread of iterations' mean rewards if all are equal, else None."""
     return math.ulp(1.0) if max(values) == min(values) else None
 
 
@@ -204,7 +207,7 @@ def paid_length_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def cut_limit_from_start(history: MetricHistory, values: Values) -> float | None:
-    """Return `cut_limit` if the share of responses cut at the limit was above CUT_SHARE at the start, else None."""
+    """Return `cut_limit` if more than CUT_SHARE of responses were cut at the length limit at the start, else None."""
     return cut_limit(history, values) if at_start(history, values) > CUT_SHARE else None
 
 

@@ -61,7 +61,7 @@ class MetricHistory:
         self._lines: list[dict[str, Any]] = [dict(line) | _prefix_ess(line) for line in lines]
         _add_acceptance_error(self._lines)
         _add_slowest(self._lines, events)
-        # Further metrics of iterations; `series` takes a metric from the lines that have it.
+        # Signs from saved rollouts are further metrics of iterations. `series` takes a metric from lines that have it.
         self._lines += map(dict, saved)
 
     def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
@@ -182,16 +182,17 @@ def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]
     starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
     timed = [line for line in lines if line["iteration"] not in starts and line.get("seconds/train")]
     usual = {phase: median([line.get(f"seconds/{phase}") or 0.0 for line in timed] or [0.0]) for phase in PHASES}
-    total = sum(usual.values())
+    usual_total = sum(usual.values())  # seconds of a median iteration
 
     slowest = 1.0
     for line in timed:
         took = {phase: line.get(f"seconds/{phase}") or 0.0 for phase in PHASES}
-        for phase, seconds in usual.items():
+        for phase, usual_seconds in usual.items():
             elsewhere = sum(took.values()) - took[phase]  # seconds of all other phases
-            is_delayed = took[phase] - seconds > max(LEAST_DELAY, LEAST_DELAY_ITERATIONS * total)
-            if is_delayed and elsewhere < 2.0 * (total - seconds):
-                slowest = max(slowest, took[phase] / max(seconds, SHORTEST_MEDIAN))
+            is_delayed = took[phase] - usual_seconds > max(LEAST_DELAY, LEAST_DELAY_ITERATIONS * usual_total)
+            # If all other phases took twice as long as usual, the machine was busy.
+            if is_delayed and elsewhere < 2.0 * (usual_total - usual_seconds):
+                slowest = max(slowest, took[phase] / max(usual_seconds, SHORTEST_MEDIAN))
         line["seconds/slowest"] = slowest
 
 
@@ -223,7 +224,7 @@ def rounding_limit(metric: str) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return the largest gap that rounding explains in this run; None if quantization explains more."""
+        """Return the largest gap that rounding explains in this run; None: engine and training quantize differently."""
         # Engine and training compute alike if neither is quantized or, in quantized training, if all engines have one
         # format in which they compute as training does.
         config, engines = history.config, _engines_of(metric, history.config)
@@ -277,7 +278,10 @@ def only_for(applies: Callable[[Config], bool], limit: RunLimit) -> RunLimit:
 
 
 def clip_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a low limit just above 0 for the share of clipped tokens if the policy moves far in an iteration."""
+    """Return a low limit just above 0 for the share of clipped tokens, which cannot be 0 if the policy moves far.
+
+    None: the policy moves little in a step, or PPO has no clip on both sides.
+    """
     objective = history.config.objective
     has_clip = objective.clip_low is not None and objective.clip_high is not None and objective.surrogate != "oapl"
     return math.ulp(1.0) if has_clip and history.recent("policy/approx_kl_k3") > LARGE_STEP_KL else None
@@ -318,7 +322,7 @@ def ratio_limit(distance: float) -> RunLimit:
     """
 
     def limit(history: MetricHistory, values: Values) -> float | None:
-        """Return a limit of the mean ratio, above or below 1 as for `distance`; None: the models are too far apart."""
+        """Return a limit of the mean ratio, above 1 for a positive `distance`, else below 1; None: KL is too large."""
         deviation = max(abs(distance), CHANCE_ERRORS * history.recent("mismatch/ratio_stderr"))
         is_close = history.recent("mismatch/kl_policy_rollout") < SMALL_KL
         return 1.0 + math.copysign(deviation, distance) if is_close else None
@@ -348,7 +352,7 @@ def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def generation_batches_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit of the number of generation batches an iteration: one below the most; None without filtering."""
+    """Return a limit of the generation batches an iteration: one below the allowed number; None without filtering."""
     filtering = history.config.batch.filter_groups
     return filtering.max_num_gen_batches - 1 if filtering else None
 

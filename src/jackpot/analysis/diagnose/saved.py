@@ -77,7 +77,8 @@ def _prompt_signs(
     Args:
         table: one file of saved rollouts.
         held_out: (problem, answer) of the held-out problems.
-        answers_of: all answers to a prompt in the files before; the answers of this file are added.
+        answers_of: all answers to a prompt in the files before, by the prompt's text and also by its token ids; the
+            answers of this file are added.
     """
     rows = table.select(["prompt_uid", "prompt", "answer", "prompt_ids"]).to_pylist()
     by_uid = {row["prompt_uid"]: (row["prompt"], row["answer"], tuple(row["prompt_ids"])) for row in rows}
@@ -106,6 +107,7 @@ def _response_signs(table: pa.Table, config: Config) -> dict[str, float]:
     # Shares of the responses: with an end token before their last token, and ended by one of the run's stop ids.
     signs = {
         "saved/end_inside": fmean(any(map(_END.match, row["tokens"][:-1])) for row in rows),
+        # [-1:]: the last token, or none of an empty response
         "saved/ended_by_stop_ids": fmean(not stops.isdisjoint(row["token_ids"][-1:]) for row in rows),
     }
     if len(set(table.column("prompt").to_pylist())) > 1:  # equal responses to one prompt are no sign of a fault

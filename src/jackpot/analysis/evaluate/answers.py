@@ -80,7 +80,7 @@ class AnswerFile:
             self._check_table()
             self._lines.unlink(missing_ok=True)  # an earlier process was killed after writing the table
         elif self._lines.exists():
-            os.truncate(self._lines, _whole_size(self._lines))
+            os.truncate(self._lines, _whole_size(self._lines))  # a killed process may have left a part of a line
 
         self._missing = self._offsets() < 0  # [problems, k]; an offset of -1 stands for a missing response
         self._appended = AppendedFile(self._lines)

@@ -120,6 +120,6 @@ def _columns(log_probs: Tensor, ids: Tensor, top_ids: Tensor) -> tuple[Tensor, .
         [n], the entropy [n], and the most probable token [n].
     """
     entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
-    lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)
+    lowest = log_probs.scatter(1, top_ids, torch.inf).amin(-1)  # inf, so that no token of the list is the smallest
     at_ids = log_probs.gather(1, ids[:, None])[:, 0]
     return at_ids, log_probs.gather(1, top_ids), lowest, entropy, log_probs.argmax(-1)

@@ -103,8 +103,8 @@ class MismatchSums:
             return
 
         # The sums of every quantity over this response's tokens in every band, [bands, quantities].
-        bands, quantities = _masks(tokens), _averaged(tokens)
-        self._bands, self._quantities = [*bands], [*quantities]
+        bands, quantities = _masks(tokens), _averaged(tokens)  # tensors by name
+        self._bands, self._quantities = [*bands], [*quantities]  # the names alone
         masks, values = torch.stack([*bands.values()]), torch.stack([*quantities.values()])
         totals = torch.where(masks[:, None], values, 0.0).sum(-1)
         counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
@@ -194,7 +194,7 @@ class MismatchSums:
 
         return TokenBand(
             name=name,
-            tokens=int(self._sums.count[row, 0]) if self._sums else 0,
+            tokens=int(self._sums.count[row, 0]) if self._sums else 0,  # every quantity has the same count
             gap=means["gap"],
             max_gap=float(self._largest[row]),
             k1=means["k1"],
@@ -232,6 +232,7 @@ def _averaged(tokens: TokenMismatch) -> dict[str, Tensor]:
     quantities = {
         "gap": tokens.gap,
         "log_gap": tokens.log_ratio.abs(),
+        # k1 and k3 estimate KL(p || q) from sampled tokens alone.
         "k1": -tokens.log_ratio,
         "k3": torch.expm1(tokens.log_ratio) - tokens.log_ratio,
         "ratio": tokens.log_ratio.exp(),
@@ -262,7 +263,7 @@ def _drawn(pairs: Tensor) -> tuple[tuple[float, float], ...]:
 
     p is the sampler's probability of a token, q the learner's; `pairs` is [N, 2].
     """
-    step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))
+    step = max(1, math.ceil(len(pairs) / (DRAWN_TOKENS - 1)))  # - 1: a place is left for the largest gap
     worst = int((pairs[:, 0] - pairs[:, 1]).abs().argmax())
     rows = sorted({*range(0, len(pairs), step), worst})
     return tuple((float(p), float(q)) for p, q in pairs[rows].tolist())

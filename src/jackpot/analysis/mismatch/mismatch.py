@@ -194,7 +194,7 @@ def _sample(
         as_learner = LearnerConfig(path=sampler.path, engine=sampler.engine)
         second_pass = _learner_scores(as_learner, rollouts, sampling.temperature, device, rows)
         scores = [
-            _read_again(score, second_score, config.reread)
+            _read_again(score, second_score, reread=config.reread)
             for score, second_score in zip(scores, second_pass, strict=True)
         ]
     return rollouts, scores

@@ -179,7 +179,7 @@ def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: 
 
 
 def _precision(side: SideConfig) -> str:
-    """Return the precision in which a side computes, a key of `LARGEST_GAPS`."""
+    """Return the precision in which a sampler or learner computes: quantized, or a dtype; a key of `LARGEST_GAPS`."""
     if is_quantized(side.engine):
         return "quantized"
     return "bf16" if isinstance(side, LearnerConfig) and side.autocast else side.engine.dtype

@@ -83,6 +83,7 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
 
     support = None
     if sampler.truncated:
+        # log_mass: log of q's probability on the tokens that the sampler can draw, by which q is divided.
         top_q, log_mass = _on_support(sampler, top_p, top_q)
         log_q, support = log_q - log_mass, log_mass.exp()
 
@@ -141,7 +142,7 @@ def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> 
 
 
 def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return a lower and an upper bound of KL(p || q), and of the total variation, [N] each.
+    """Return (lower bound, upper bound) of KL(p || q), then the same of the total variation; tensors are [N].
 
     KL is summed as p log(p/q) - p + q, which has the same sum over whole distributions. Each term is at least 0, and
     rounding of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
@@ -153,7 +154,7 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
 
     Args:
         log_p, log_q: [N, K] log-probs at the K tokens whose p is known.
-        lowest: [N] as in `LearnerScores`; None where the K tokens are the whole support.
+        lowest: [N] the smallest log q of all tokens beyond the K; None where the K tokens are the whole support.
     """
     p, q = log_p.exp(), log_q.exp()
     terms = torch.where(p > 0, p * (log_p - log_q), 0.0) - p + q

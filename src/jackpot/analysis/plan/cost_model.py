@@ -206,11 +206,13 @@ class ModelCost:
         if not self.trained:
             return (1 + extra) * self.forward(lengths, linear)
 
+        # Forward passes, and what backward costs in forward passes; then the FLOPs of each part of the model.
         backward = 2 if self.trained == self.parameters else 1
         forward = 1 + (1 if checkpoints else 0) + extra
         body = (forward * linear.forward + backward * linear.backward) * self.body * (lengths.prompt + lengths.mean)
+        attention = (forward + backward) * self.pair * lengths.pairs
         head = (2 + backward + extra) * self.head * lengths.mean  # 2: forward, and the same again in backward
-        return body + (forward + backward) * self.pair * lengths.pairs + head
+        return body + attention + head
 
     def forward(self, lengths: Lengths, linear: Linear = PLAIN) -> float:
         """Return the FLOPs of one forward pass over a sequence, with the output layer on the response alone."""
@@ -246,9 +248,9 @@ class EngineSpeed:
 
         The mean length of a response that is being generated is E[length^2] / (2 E[length]), averaged over time.
         """
-        length = lengths.prompt + lengths.square / (2 * lengths.mean)
-        cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)
-        room = self.cache_bytes / (cache * self.number_bytes * length)
+        length = lengths.prompt + lengths.square / (2 * lengths.mean)  # of prompt and unfinished response
+        cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)  # numbers for each token
+        room = self.cache_bytes / (cache * self.number_bytes * length)  # sequences that the cache has room for
         return max(1.0, min(sequences, self.max_num_seqs, room))
 
     def seconds(self, sequences: float, lengths: Lengths, gpu: Gpu, engines: float = 1.0) -> float:
@@ -353,7 +355,7 @@ def run_hours(
         work: work of one iteration.
         engine: the engine that generates the rollouts.
         models: the models that are trained or scored: policy and rollout model.
-        other_flops: FLOPs of the reference and the critic for one sequence.
+        other_flops: FLOPs of the reference and the critic for one sequence in one epoch.
         iterations: number of iterations.
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
@@ -362,13 +364,17 @@ def run_hours(
     """
     # Training: passes over the batch on the GPUs that have a micro-batch, and the optimizer's memory traffic.
     extra, busy_gpus = work.extra / work.epochs, min(gpus, work.micro_batches)
-    flops = sum(model.training(work.lengths, work.checkpoints, extra, linear) for model in models) + other_flops
+    flops = other_flops + sum(
+        model.training(work.lengths, checkpoints=work.checkpoints, extra=extra, linear=linear) for model in models
+    )
     traffic = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
     passes = flops * work.sequences * work.epochs / (busy_gpus * peak * TRAINING_SHARE)
 
     engines = gpus / engine.gpus
+    responses = work.sequences * work.generated / engines  # responses that each engine generates
+    # The seconds of one iteration by activity; the result has the hours of all iterations.
     seconds = Hours(
-        generation=engine.seconds(work.sequences * work.generated / engines, work.lengths, gpu, engines),
+        generation=engine.seconds(sequences=responses, lengths=work.lengths, gpu=gpu, engines=engines),
         training=passes + traffic / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),
         sending=engine.model.parameters * engine.weight_bytes / WEIGHT_BYTES_PER_SECOND,
     )
@@ -387,8 +393,10 @@ def evaluation_hours(
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
     """
+    # `gpus / engine.gpus` engines answer a set together, each an equal part of it.
     seconds = sum(
-        engine.seconds(answers * engine.gpus / gpus, lengths, gpu, gpus / engine.gpus) for engine, answers in sets
+        engine.seconds(sequences=answers * engine.gpus / gpus, lengths=lengths, gpu=gpu, engines=gpus / engine.gpus)
+        for engine, answers in sets
     )
     return seconds * times / 3600
 

@@ -190,7 +190,7 @@ def _train(
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
     # As in training, where `GradientSplit` separates the gradients of the rollout model's two losses; it is built here
-    # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that the PPO loss (eq. 6) reads.
+    # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that this model's PPO loss reads.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
     del hidden, values, reference_kl, waiting, split
@@ -335,12 +335,12 @@ def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, i
     held: list[Tensor] = []
 
     def hold(gradient: Tensor | None) -> None:
-        """Allocate the tensor when backward reaches the first of the values."""
+        """Allocate the held tensor when backward reaches any of `values` for the first time."""
         if gradient is not None and not held:  # None: this pass does not go through the value
             held.append(torch.empty(shape))
 
     def release(_: Tensor) -> None:
-        """Free the tensor when the gradient of the weight is complete."""
+        """Free the held tensor when the gradient of `weight` is complete."""
         held.clear()
 
     for value in values:

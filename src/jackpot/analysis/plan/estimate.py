@@ -71,7 +71,7 @@ class MachineEstimate(NamedTuple):
     shard: Shard  # memory of each GPU
     hours: Hours | None  # hours of the run; None where it does not fit
     alone: Hours | None  # hours if the policy alone generates as many responses, on-policy, with one step on each batch
-    ahead: Hours | None = None  # hours if the policy alone generates ahead, with drafts; None: no room, or one GPU
+    ahead: Hours | None = None  # hours if the policy generates batches ahead of training; None: no room, or one GPU
 
 
 class FlopShares(NamedTuple):
@@ -166,7 +166,8 @@ class ShareHours:
     A batch takes the same optimizer steps, whichever model generates the batch.
     """
 
-    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]  # returns the hours of all iterations with an engine
+    # Returns the hours of all iterations, from one iteration's work, the engine that generates, and the trained models.
+    run: Callable[[Work, EngineSpeed, Sequence[ModelCost]], Hours]
     work: Work  # work of one iteration
     policy: EngineSpeed  # the policy's engine in a run without a rollout model
     policy_beside: EngineSpeed  # the policy's engine if the rollout model's engine has memory of the same GPUs
@@ -241,7 +242,7 @@ class Estimator:
         """Return memory and hours of the run on `count` GPUs of a kind."""
         shard = self.shard(kind, count)
         if not shard.fits:
-            return MachineEstimate(kind, shard, hours=None, alone=None)
+            return MachineEstimate(kind=kind, shard=shard, hours=None, alone=None)
 
         shares = self.shares(GPUS[kind], count)
         evaluating = self.evaluating(shares)
@@ -253,7 +254,7 @@ class Estimator:
         if_as_many_iterations = shares.run(work, shares.policy, [self._costs["policy"]])
         alone = Hours(*(times * hours for hours in if_as_many_iterations))._replace(evaluating=evaluating)
         ahead = self.ahead(GPUS[kind], count, evaluating)
-        return MachineEstimate(kind, shard, hours=hours, alone=alone, ahead=ahead)
+        return MachineEstimate(kind=kind, shard=shard, hours=hours, alone=alone, ahead=ahead)
 
     def ahead(self, gpu: Gpu, count: int, evaluating: float, writer: Role = "policy") -> Hours | None:
         """Return the fewest hours of a run that generates batches while it trains on earlier ones.
@@ -281,8 +282,8 @@ class Estimator:
         # A parameter takes 4 bytes as a weight and, if it is trained, 12 more for gradient and moments.
         fewest_training = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
-        # Every split of the GPUs into some that generate and others that train. The learner waits if generating takes
-        # longer than training.
+        # Every split of the GPUs into some that generate, AT_ONCE batches together, and others that train. The learner
+        # waits if generating takes longer than training.
         estimates: list[Hours] = []
         for generating in range(1, count - fewest_training + 1):
             if not degree(needs["engine"], gpu, generating):
@@ -320,7 +321,8 @@ class Estimator:
 
         # FLOPs of training on one response, over all epochs; on-policy there is one epoch, without extra passes.
         work = self.work()
-        trained = work.epochs * policy.training(self.lengths, work.checkpoints, work.extra / work.epochs)
+        extra = work.extra / work.epochs  # forward passes without gradient in one epoch
+        trained = work.epochs * policy.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
         if "rollout_model" in self._costs:
             used = fmean(map(config.uses_rollout_model, iterations))
             trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
@@ -356,7 +358,7 @@ class Estimator:
             else:
                 hours = shares.run(shares.work, shares.policy_beside, policy_alone)
             weighted.append([times / count * activity for activity in hours])
-        return Hours(*map(sum, zip(*weighted, strict=True)))
+        return Hours(*map(sum, zip(*weighted, strict=True)))  # each activity summed over the kinds of iterations
 
     def evaluating(self, shares: ShareHours) -> float:
         """Return the hours of the run's evaluations."""
@@ -430,6 +432,7 @@ class Estimator:
     def work(self) -> Work:
         """Return the work of one iteration, as the settings and the assumed lengths define it."""
         config, batch = self._config, self._config.batch
+        # The expected number of tokens that an optimizer step trains on.
         step_tokens = (batch.mini_batch_size or batch.rollouts) * (self.lengths.prompt + self.lengths.mean)
         return Work(
             sequences=batch.rollouts,
@@ -490,6 +493,7 @@ def _evaluated(config: Config) -> list[tuple[Role, int]]:
     answers = [settings.problems * settings.k]
     for benchmark in settings.benchmarks:
         published = BENCHMARKS[benchmark.name].test if benchmark.name in BENCHMARKS else None
+        # A benchmark without a published size is left out.
         answers += [published.size * (benchmark.k or settings.k)] if published else []
     sets: list[tuple[Role, int]] = [("policy", count) for count in answers]
     return sets if config.rollout_model is None else [*sets, ("rollout_model", settings.problems * settings.k)]
@@ -510,10 +514,10 @@ def _cost(model: PreTrainedModel, size: ModelSize) -> ModelCost:
 
 
 def _other_flops(config: Config, lengths: Lengths, policy: ModelCost) -> float:
-    """Return the FLOPs of reference and critic for one sequence.
+    """Return the FLOPs of reference and critic for one sequence in one epoch.
 
     The reference reads the sequence once. The critic is as large as the policy without an output layer, is trained on
-    the sequence, and reads it once more for values.
+    the sequence, and reads it once more for values in an iteration; that pass is spread over the epochs.
     """
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:

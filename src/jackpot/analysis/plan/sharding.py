@@ -230,7 +230,10 @@ def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 
 
 def _engine_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that an engine always holds on one GPU: weights and, for vLLM, the cache; 0 if remote."""
+    """Return the bytes that an engine on `spread` GPUs always holds on each of them; 0 if it is remote.
+
+    They are weights and, for vLLM, the cache.
+    """
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):
         return engine.weights if isinstance(settings, TransformersEngineConfig) else 0.0

@@ -68,8 +68,8 @@ def _size(config: Config, role: Role, path: str) -> ModelSize:
     model, settings = outline(path), getattr(config, role)
     count = parameter_count(model)
     if settings.optimizer is None:
-        return ModelSize(count, 0)
-    return ModelSize(count, count if settings.lora is None else adapter_size(model, settings.lora))
+        return ModelSize(parameters=count, trained=0)
+    return ModelSize(parameters=count, trained=count if settings.lora is None else adapter_size(model, settings.lora))
 
 
 PROMPTS_LOOKED_AT = 256  # number of prompts of the training split that are measured

@@ -169,7 +169,7 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
     The dict is empty if the recipe's batch is small enough.
     """
-    # The batch must split into whole groups, and into equal optimizer steps.
+    # The batch must split into whole groups, and into equal optimizer steps, of which one epoch has `steps`.
     steps, group = batch.steps_per_iteration // batch.ppo_epochs, min(batch.group_size, GROUP)
     multiple = math.lcm(steps, group)
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple

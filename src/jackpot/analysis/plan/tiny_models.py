@@ -92,6 +92,7 @@ def tiny_config(
         tokenizer: tokenizer whose vocabulary the model has.
     """
     text = like.get_text_config()
+    rows = len(tokenizer) + 1  # at least one row more than there are tokens, as in published models
     shared = {name: getattr(text, name) for name in _SHARED_SETTINGS if hasattr(text, name)}
 
     return AutoConfig.for_model(

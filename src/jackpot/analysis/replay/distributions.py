@@ -116,7 +116,8 @@ def _with_rest(log_probs: Tensor) -> Tensor:
 def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
     """Return log p_old, [N, M], if p_old equals p_new or p_inf, else None, since no list holds p_old itself.
 
-    Before the first step on a batch p_old is p_new, and where the policy itself sampled the batch p_old is p_inf.
+    No list holds p_old. Before the first step on a batch it is p_new, and where the policy itself sampled the batch it
+    is p_inf; the log-probs of sampled tokens show whether they are equal.
     """
     if (batch.old - batch.new).abs().max() < EQUAL:
         return new

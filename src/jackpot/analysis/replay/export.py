@@ -78,7 +78,7 @@ def export_rollouts(
     for file in chosen:
         try:
             rows = None if sample is None else _rows_of(file, sample)
-            if rows is None or rows:
+            if rows is None or rows:  # else the file has no response with the uid `sample`
                 written.append(_write(WRITABLE.get(name), file, out, rows))
         except UnreadableRollouts as error:
             problems.append(str(error))

@@ -34,7 +34,7 @@ class GradientFactors:
     square: Tensor  # E F^2
     weight: Tensor  # E (accept w), the mean weight w before PPO's ratio and clip
     accepted: Tensor  # E accept, the probability that the token is accepted
-    capped: Tensor  # bool, whether a cap lowered the weight
+    capped: Tensor  # bool, whether a cap lowered the weight, or a band of ratios rejected the token
     clipped: Tensor  # share of the gradient that the clip of PPO removes or that of another surrogate changes
     scale: Tensor  # h, the sum of p_inf F over all tokens that a state allows, if no weight were capped (`_scale`)
 
@@ -96,6 +96,7 @@ def factors(
 
     return GradientFactors(
         either=(up.mean + down.mean) / 2.0,
+        # Capped for a sign of the advantage that the token has, or may have.
         capped=(up.capped & (positive_share > 0.0)) | (down.capped & (positive_share < 1.0)),
         **{name: mixed(name) for name in ("mean", "square", "weight", "accepted", "clipped", "scale")},
     )
@@ -114,11 +115,11 @@ def _factors_of_sign(
 
     return GradientFactors(
         mean=mean,
-        either=mean,
+        either=mean,  # of the one sign; `factors` averages both
         square=weight.chance * factor.square(),
         weight=weight.chance * weight.value,
         accepted=weight.accepted,
-        capped=weight.correction.capped | weight.correction.capped_c2,
+        capped=weight.correction.capped | weight.correction.capped_c2,  # capped_c2: by the second cap of OBRS
         clipped=clipped,
         scale=_scale(setting, inputs, weight.correction),
     )
@@ -153,11 +154,14 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
     # the tokens before a token give to its state.
     if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):
         return correction.kappa * inputs.z.value
+    # Corrections whose weight is rho of the token times a factor of the tokens before: their product of rho (`prefix`)
+    # or their smallest rho (`min_prefix`). The mean of rho is 1, so h is that factor.
     if setting.name == "prefix":
         return _before(correction.weights)  # 0 behind a rejected prefix
     if setting.name == "min_prefix":
         lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values  # up to each token
         return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
+    # Corrections that weigh the whole response: the ratios of the token and of those after it average to 1.
     if setting.name in ("seq_tis", "seq_mask"):
         return prefix_ratio(log_ratio)
 
@@ -165,7 +169,10 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
 
 
 def prefix_ratio(log_ratio: Tensor) -> Tensor:
-    """Return R_t, the product of rho over the tokens before token t: [B, T], at most e^LARGEST_LOG_RATIO."""
+    """Return R_t, the product of rho = p_policy / p_inf over the tokens before token t: [B, T].
+
+    It is at most e^LARGEST_LOG_RATIO.
+    """
     return (log_ratio.cumsum(-1) - log_ratio).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
@@ -175,7 +182,10 @@ def _before(values: Tensor) -> Tensor:
 
 
 class _MaskAveraged(NamedTuple):
-    """A correction's random weight on tokens, [B, T] each: `value` with probability `chance`, else 0."""
+    """A correction's random weight on tokens: `value` with probability `chance`, else 0. Tensors are [B, T].
+
+    Also at a token whose mask is not random, the mean weight is `chance` times `value`.
+    """
 
     value: Tensor
     chance: Tensor

@@ -89,7 +89,7 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
 
 
 def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
-    """Return a bool mask, True at sampled tokens, for the tokens that the columns with a number for each token cover.
+    """Return a bool mask, True at sampled tokens, of the tokens for which the other columns have one number each.
 
     Args:
         record: the library's columns by name.
@@ -129,6 +129,7 @@ def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
         return None
 
     present = torch.cat(masks).ne(0)
+    # Masks may be longer only where the record lacks the prompt that they cover.
     has_prompt = not names.prompt or record.get(names.prompt) is not None
     if len(present) < length or (has_prompt and len(present) > length):
         raise DamagedRecord(f"{' + '.join(names.present)}: {len(present)} entries, there are {length} tokens")
