@@ -120,8 +120,8 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
     is_class = isinstance(correction, type)
 
     try:  # bind the arguments without a call, so that a wrong setting is reported before the user's code runs
-        names = signature(correction).parameters
-        tensors = [] if is_class else [name for name in names if name in TENSORS]
+        parameters = signature(correction).parameters
+        tensors = [] if is_class else [name for name in parameters if name in TENSORS]
         signature(correction).bind(**dict.fromkeys(tensors), **settings)
     except TypeError as error:
         takes = "its settings" if is_class else f"tensors named {', '.join(TENSORS)}, and its settings"
@@ -198,7 +198,7 @@ def correct(
     tensors = {
         "rollout_log_probs": rollout_log_probs,
         "target_log_probs": target_log_probs,
-        "z": z.value if isinstance(z, obrs.ZEstimate) else z,
+        "z": z.value if isinstance(z, obrs.ZEstimate) else z,  # for the checks; the whole estimate is passed on below
         "advantages": advantages,
         "proximal_log_probs": proximal_log_probs,
         "uniforms": uniforms,

@@ -59,11 +59,11 @@ class BatchConfig(Strict):
 
 
 def batches_in_reserve(ahead: int) -> int:
-    """Return how many rollout batches wait for training when the next ones begin: 0, or just over half of `ahead`.
+    """Return how many finished batches wait for training when the engines get new weights and begin new batches.
 
-    While the new batches share the engines, the learner trains on the waiting ones. The new ones, which fill up to
-    `ahead`, are never more than those that wait. With a smaller reserve the learner would run out of batches; with a
-    larger one fewer batches would begin at a time, and so with each update of the engines' weights.
+    It is 0 without `ahead`, else just over half of `ahead`. The learner trains on the waiting batches while the engines
+    generate the new ones, which are never more. With a smaller reserve the learner would run out of batches; with a
+    larger one the engines would begin fewer batches at a time, and so with each update of their weights.
 
     Args:
         ahead: the setting `batch.ahead`, iterations.

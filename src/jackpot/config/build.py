@@ -183,7 +183,8 @@ def _explanations(
     """
     by_key: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
-        by_key.setdefault(".".join(_location(error["loc"], settings)[0]), []).append(error)
+        parts, _ = _location(error["loc"], settings)
+        by_key.setdefault(".".join(parts), []).append(error)
 
     for all_of_key in by_key.values():
         # Our own errors (value_error) are of the class that a union chose; pydantic's are of every class it tried.
@@ -268,6 +269,8 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     """
     path: list[str] = []
     value: Any = settings
+    # Step down to `value` by the names that it has. A name that it lacks is pydantic's own, and left out, unless it is
+    # the last name and that of a setting.
     for index, name in enumerate(loc):
         members = dict[str | int, Any](enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(members, Mapping) and name in members:

@@ -77,4 +77,5 @@ def _owner(name: str, known: Sequence[str]) -> str | None:
         return name
     ending = [key for key in known if key.endswith(f".{name}")]
     preferred = [key for key in ending if key.startswith(_FIRST)]
-    return ending[0] if len(ending) == 1 else preferred[0] if preferred else None
+    candidates = ending if len(ending) == 1 else preferred
+    return candidates[0] if candidates else None

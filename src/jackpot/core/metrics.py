@@ -434,11 +434,11 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
     A metric that `sums` lacks gets numbers that change nothing when they are added.
     """
     tensors_of = {name: tuple(metric) for name, metric in sums.items()}
-    any_field = next(iter(tensors_of.values()))[0]
+    any_field = next(iter(tensors_of.values()))[0]  # any tensor of the metrics, for its device
 
     def nothing(metric_class: type[Kind], index: int) -> Tensor:
         """Return tensor number `index` of a metric that `sums` lacks: it changes nothing when it is added."""
-        how = metric_class.added_by[index]
+        how = metric_class.added_by[index]  # "h" for the counts of a histogram, another letter for a scalar
         return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
     # One tensor for each field, in the order of the row: the counts of the histograms, then scalars.

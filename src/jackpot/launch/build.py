@@ -329,7 +329,7 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
             exact=on_cpu,
             dtype=compute_dtype,
         )
-    elif on_cpu and settings:
+    elif on_cpu and settings:  # not the reference, which is never trained
         fuse(model)
 
     if lora := getattr(settings, "lora", None):

@@ -345,6 +345,7 @@ def _cluster(config: Config) -> Iterator[Any]:
     if address:
         ray.init(**options)
     else:
+        # A CPU for each actor; engine processes whose number is not decided yet are at most as many as the ranks.
         count = config.placement.ranks + (config.placement.engine_processes or config.placement.ranks)
         ray.init("local", num_cpus=count, include_dashboard=False, **options)
 
@@ -364,7 +365,7 @@ def _placement_group(ray: Any, config: Config) -> Any:
     gpu = {"GPU": 1} if _has_gpus(ray, config) else {}
     tenants = Counter(bundles(config))  # number of actors in each bundle
 
-    bundle = {"CPU": max(tenants.values())} | gpu
+    bundle = {"CPU": max(tenants.values())} | gpu  # the largest bundle, for the message
     group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")
     if not group.wait(placement.timeout):
         raise ConfigError(

@@ -27,9 +27,10 @@ class StateValues(NamedTuple):
 
 
 def state_values(factors: GradientFactors, states: StateDistributions) -> StateValues:
-    """Compute the effect of a correction in each state from its factors [N, M] on every token."""
-    rollout = states.rollout.exp()
+    """Compute the effect of a correction in each state from the correction's factors [N, M] on every token."""
+    rollout = states.rollout.exp()  # p_inf, [N, M]
     can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
+    # f, the weight of each token in the corrected gradient, and F_s, the weight of the whole state.
     trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)
     of_state = trained.sum(-1)
 
@@ -43,8 +44,8 @@ def state_values(factors: GradientFactors, states: StateDistributions) -> StateV
 
 def state_sums(values: StateValues, states: StateDistributions) -> Sums:
     """Sum the effect of one correction over N states; `exact_numbers` computes bias and variance from the sums."""
-    target = states.new.exp()
-    trained, second, of_state, variation = values
+    target = states.new.exp()  # p_new, [N, M]
+    trained, second, of_state, variation = values  # `trained` is f, `of_state` F_s; `StateValues` has all
     norms = 1.0 - 2.0 * target + target.square().sum(-1, keepdim=True)  # n_x, the squared norm of grad log p_new(x)
 
     everywhere = torch.ones_like(of_state, dtype=torch.bool)
@@ -54,7 +55,8 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         """Sum products [N, M] over tokens and states, each state weighted by its squared advantage."""
         return Sum((squared_advantages * products.sum(-1)).sum())
 
-    # The names S_ff, S_ft, S_tt and c = S_ft / S_tt are those of docs/replay.md.
+    # The names S_ff, S_ft, S_tt and c = S_ft / S_tt are those of docs/replay.md. f and p_new are the tokens' weights in
+    # the corrected and in the exact gradient; "drift" sums how far f is from p_new scaled to the same sum F_s.
     return {
         "state": Mean.of(of_state, everywhere),
         "state square": Mean.of(second.sum(-1), everywhere),
@@ -82,7 +84,9 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     if "state" not in sums:
         return {}
 
-    # docs/replay.md derives the formulas below.
+    # docs/replay.md has the formulas below. `estimator` (S_ff) stands for the squared size of the corrected gradient,
+    # `exact` (S_tt) for that of the exact one, `product` (S_ft) for their inner product. `noise` is the variance of the
+    # first, `ideal_noise` that of the second; `drift` is the squared distance of f from F_s p_new (`state_sums`).
     weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
     estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
     noise, ideal_noise, drift = (sums[name].value for name in ("noise", "ideal noise", "drift"))

@@ -67,7 +67,7 @@ def replay(
         temperature = config.sampling.temperature if config else 1.0
     scorer = PolicyScorer(resolve_model_path(model), temperature) if model else None
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
-    pairs = _column_pairs(dump, config, scorer)
+    pairs = _column_pairs(dump, config, scorer)  # finds mix-ups between the engine's and the policy's log-probs
 
     for responses in response_batches(reading.responses(every)):
         batch = scorer.score(responses) if scorer else responses
@@ -84,7 +84,7 @@ def replay(
         policy = f"{scorer.path}, read at temperature {scorer.temperature:g}"
         weights += f" under {policy}"
 
-    costs, why = _costs(config)
+    costs, left_out_for_costs = _costs(config)
     # A dump in which engine and policy differ at no token has one column of log-probs, written twice.
     is_copied = not (config or scorer) and float(sums.run["policy_max"].value) == 0.0
     return ReplayResult(
@@ -95,7 +95,7 @@ def replay(
         run=sums.run,
         ends=end_gaps.gaps,
         corrections=sums.corrections,
-        left_out=(*sums.left_out, *reading.left_out, *why),
+        left_out=(*sums.left_out, *reading.left_out, *left_out_for_costs),
         unreadable=reading.unreadable,
         problems=reading.problems,
         answer=sums.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),

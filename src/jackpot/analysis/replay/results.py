@@ -98,7 +98,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         weight_p50=p50,
         weight_p99=p99,
         weight_max=float(sums["weight_max"].value),
-        # The sums of F and F^2 over n tokens: (E F)^2 / E F^2 = (sum F)^2 / (n sum F^2).
+        # F is the factor on a token's gradient; from its sums over n tokens, (E F)^2 / E F^2 = (sum F)^2 / (n sum F^2).
         effective=float(factor.total.square() / (Mean.named(sums, "square").total * factor.count)),
         sampled_tv_after_correction=replayed.sampled_tv_after_correction,
         states=known_states(sums),

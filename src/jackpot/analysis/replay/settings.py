@@ -71,6 +71,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
         if name not in CORRECTIONS:
             raise ConfigError(unknown_name("correction", name, CORRECTIONS))
 
+    # Each correction with its defaults, then with other caps and the like, then aligned to the updated policy.
     settings = [
         _setting(name, changes, config, is_own=False)
         for name in CORRECTIONS
@@ -102,6 +103,7 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
         }
     )
 
+    # The changes again, as validated, without those that only repeat a default.
     correction = objective.correction
     fields = type(correction).model_fields  # settings of a custom correction may have no default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}

@@ -39,15 +39,16 @@ class EndGaps:
         self._ends: list[tuple[str, Mean]] = []  # (name, mean total variation) of the first and the last file
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
-        """Add the next responses to the means; the responses of each file must come together, and files in order."""
+        """Add the next responses to the means of their files; the responses of each file must come together."""
         for response in responses:
             _, new = response.policy_log_probs
-            gap = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
-            last_file, last_mean = self._ends[-1] if self._ends else (None, gap)
+            # The response's total variation between rollout model and updated policy, estimated from sampled tokens.
+            variation = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
+            last_file, last_mean = self._ends[-1] if self._ends else (None, variation)  # None equals no file
             if last_file == response.where:
-                self._ends[-1] = (response.where, last_mean + gap)
+                self._ends[-1] = (response.where, last_mean + variation)
             else:  # the response is the first of its file: keep the first file of all, and this one
-                self._ends = [*self._ends[:1], (response.where, gap)]
+                self._ends = [*self._ends[:1], (response.where, variation)]
 
     @property
     def gaps(self) -> tuple[tuple[str, float], ...]:
@@ -78,17 +79,19 @@ class SampledColumns(NamedTuple):
         wrong = (factors.either - uncapped * left_by_caps).abs() / 2.0
         return cls(factor=factors.mean, square=factors.square, wrong=wrong, trained=factors.either)
 
-    def known(self, values: StateValues, at: Tensor) -> "SampledColumns":
+    def with_exact_sums(self, values: StateValues, at: Tensor) -> "SampledColumns":
         """Return the columns with exact sums in place of estimates at the tokens whose distributions are known.
 
         Args:
             values: exact sums in N states.
             at: [B, T] bool, True at the N tokens.
         """
+        # The mean of F over all tokens that may follow is F_s, and replaces both columns of E F at the sampled token.
         exact = SampledColumns(
             factor=values.of_state, square=values.second.sum(-1), wrong=values.variation, trained=values.of_state
         )
-        return SampledColumns(*(column.masked_scatter(at, sums) for column, sums in zip(self, exact, strict=True)))
+        columns = zip(self, exact, strict=True)
+        return SampledColumns(*(estimates.masked_scatter(at, sums) for estimates, sums in columns))
 
 
 def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overlap: Tensor, mask: Tensor) -> Tensor:
@@ -116,11 +119,12 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         mask: [B, T] bool, True at sampled tokens.
         bands: [B, T] masks of bands by name, for the rejected share in each band.
     """
+    # Columns whose means over the sampled tokens are taken; F is the correction's factor on a token's gradient.
     means = {
         "weight_mean": factors.weight,
-        "factor": factors.mean,
-        "square": factors.square,
-        "trained": factors.either,
+        "factor": factors.mean,  # E F, over the random mask of accepted tokens
+        "square": factors.square,  # E F^2
+        "trained": factors.either,  # E F, averaged over both signs of the advantage
         "variation": wrong,
         "accepted": factors.accepted,
         "capped": factors.capped,
@@ -131,6 +135,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         "log_weight": Histogram.of(factors.weight.log(), mask),
         "weight_max": Max.of(factors.weight, mask),
         "responses": Sum.of(mask.any(-1)),
+        # Responses with sampled tokens, all of which are rejected.
         "dropped": Sum.of(mask.any(-1) & (factors.accepted * mask).sum(-1).eq(0)),
         **{name: Mean.of(values, mask) for name, values in means.items()},
         **{f"rejected {name}": Mean.of(1.0 - factors.accepted, band) for name, band in bands.items()},

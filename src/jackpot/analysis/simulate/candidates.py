@@ -119,7 +119,7 @@ class PairBench:
         self.prompts: list[Prompt] = PromptStream(self._task, split, seed).next(prompts)
 
     def measure(self, rollout_model: str) -> Candidate:
-        """Measure the policy and a rollout model on the responses of the rollout model.
+        """Measure how well policy and rollout model answer, and how far both are apart on the rollout model's answers.
 
         Args:
             rollout_model: path of the rollout model.
@@ -280,7 +280,8 @@ def pair_states(
         sampled = pad_sequence([rollout.sampled_mask for rollout in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
 
-        # Chunks of both models' log-probs at the sampled tokens; the rollout model's come with the chunks of `ids`.
+        # Chunks of both models' log-probs at the sampled tokens: (log-probs, chunk of `ids`) for the rollout model, and
+        # (log-probs,) for the policy, whose call gets no `ids`.
         ids = by_policy.token_ids[sampled][:, None]
         rollout = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         target = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
@@ -296,7 +297,8 @@ def first_rollouts(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
 def _state_means(numbers: StateNumbers) -> dict[str, Any]:
     """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]
-    # Means over states of the six moments of `weight_moments`: of TIS t and t^2, of OBRS e, a w^2 and e^2, then t e.
+    # Means over states of the six moments of `weight_moments`: t, t^2, e, a w^2, e^2 and t e. TIS weights a token by t.
+    # OBRS accepts it with probability a and weights it by w, so that it counts e = a w in expectation.
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
     return {
