@@ -238,9 +238,9 @@ def correct_unchecked(
     result = correction.apply(inputs, totals)
 
     summary = correction_summary(result, inputs, totals, has_z=z is not None)
-    kappa = {} if z is None else {"obrs/kappa": result.kappa}
+    kappa = {} if z is None else {"obrs/kappa": result.kappa}  # without Z there is no factor on it to report
     metrics = {name: metric.value for name, metric in summary.items()} | kappa
-    return Corrected(result.weights, result.accept_mask, metrics)
+    return Corrected(weights=result.weights, accept_mask=result.accept_mask, metrics=metrics)
 
 
 def _correction_fn(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
@@ -293,5 +293,5 @@ def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
     # `key` is added as a Python number, and the zeros are made on the device: a tensor that is copied to a GPU would
     # make the host wait for the GPU.
     key = int(prng.key_tensor([prng.fold_in(seed, "correct")]))
-    keys = prng.bits(response_hashes + key, torch.zeros_like(response_hashes))
-    return prng.uniforms(keys[:, None], positions)
+    response_keys = prng.bits(response_hashes + key, torch.zeros_like(response_hashes))  # [B], of seed and response
+    return prng.uniforms(response_keys[:, None], positions)

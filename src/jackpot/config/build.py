@@ -146,7 +146,8 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
         if isinstance(block, Mapping) and _class_key(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
-            settings = merge(settings, nest(key, merge(inherited, block)))
+            filled = merge(inherited, block)
+            settings = merge(settings, nest(key, filled))
     return settings
 
 

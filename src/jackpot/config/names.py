@@ -69,8 +69,9 @@ def _is_number(value: str) -> bool:
 
 
 def _owner(name: str, known: Sequence[str]) -> str | None:
-    """Return the known key that `name` means: the key of this name, or else one that ends in it; None if it means none.
+    """Return the known key that `name` means, such as `objective.correction.lam` for `lam`; None if it means none.
 
+    A name means the key that equals it, or else the key that ends in it.
     Of several keys that end in `name`, it means the first in the blocks `_FIRST`, and none if all are outside of them.
     """
     if name in known:

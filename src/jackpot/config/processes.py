@@ -27,6 +27,7 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     engines = [config.engine, config.evaluation.engine or config.engine]
     has_vllm = any(isinstance(engine, VLLMEngineConfig) for engine in engines)
     is_beside = ranks > 1 and (on_gpu or has_vllm) and not all(map(is_remote, engines))
+    # Engines generate while the ranks train with `batch.ahead`; with drafts two engines generate together.
     is_asleep = is_beside and on_gpu and not config.batch.ahead and config.draft is None
 
     settings = config.model_dump(mode="json")

@@ -270,6 +270,7 @@ class Histogram(Metric):
 
         The exact number is known only by its bin, so the middle of that bin is returned.
         """
+        # The first bin at which the running count of values reaches the share of all values.
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
         # The middle of bin number `index` among the evenly spaced numbers u (`Histogram`), turned back into a value.
@@ -395,7 +396,8 @@ def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
 
     raw = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
-    pieces = (torch.cat(raw) if len(raw) > 1 else raw[0]).cpu().split([len(tensor) for tensor in raw])
+    together = torch.cat(raw) if len(raw) > 1 else raw[0]
+    pieces = together.cpu().split([len(tensor) for tensor in raw])
     copies = dict(zip(order, pieces, strict=True))
     # Return the copies in the order of `tensors`.
     return [copies[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]

@@ -117,7 +117,7 @@ def make_components(
     outlines = check_start(config, paths, process.size)
     tokenizer = load_tokenizers(paths)
     head_rows(paths | reference_path(config), tokenizer)  # refuses a tokenizer that some output layer is too short for
-    version = Version(*checkpoint.state["version"]) if checkpoint else Version(0, 0)
+    version = Version(*checkpoint.state["version"]) if checkpoint else Version(policy=0, rollout_model=0)
 
     with ExitStack() as undo:
         task = run_task(config, paths, tokenizer)
@@ -209,11 +209,12 @@ def make_engines(
     engines: dict[str, Engine] = {}
     if hosted:
         make_links = ray_links if config.placement.launcher == "ray" else process_links
-        engines |= engine_pool(config, hosted, config.model_paths(), device, version, make_links).engines
+        pool = engine_pool(config, hosted, config.model_paths(), device, version, links=make_links)
+        engines |= pool.engines
     for engine in engines.values():
         undo.callback(engine.close)
 
-    engines |= make_each(local, device, version, bool(config.draft), undo)
+    engines |= make_each(local, device, version, drafts=bool(config.draft), undo=undo)
     return engines["engine"], engines.get("evaluation.engine", engines["engine"])
 
 

@@ -151,7 +151,7 @@ def check_lengths(config: Config, limit: int, task: Task) -> None:
 
 
 def check_top_log_probs(config: Config, limit: int) -> None:
-    """Refuse a `sampling.num_top_log_probs` above the `limit` of an engine."""
+    """Refuse a `sampling.num_top_log_probs` above `limit`, the most top log-probs that an engine returns."""
     num_top = config.sampling.num_top_log_probs
     if num_top > limit:
         raise ConfigError(f"sampling.num_top_log_probs is {num_top}, but the engine returns at most {limit}; lower it")

@@ -94,7 +94,7 @@ class RankActor:
         _enter(folder)
         try:
             return "done", function(*arguments)
-        except JackpotError as error:
+        except JackpotError as error:  # the error's own class, or its nearest base class in `core.errors`
             return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__), str(error)
 
 
@@ -282,9 +282,10 @@ def train_on_ray(
     lines = _Lines(run / "metrics.jsonl", on_metrics)
 
     with _cluster(config) as ray, StopSignal() as stop:
-        config = place_engines(config, config.placement.ranks, _has_gpus(ray, config))
+        config = place_engines(config, config.placement.ranks, on_gpu=_has_gpus(ray, config))
         group = _placement_group(ray, config)
         engines = _start_engines(ray, config, group, make)  # the actors live for as long as this name does
+        # For `RankActor.work`: the driver's folder, the function to call there, and the function's two arguments.
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
 
         restarts = config.placement.restarts

@@ -119,7 +119,7 @@ def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
             packed=AttentionPlan(row, module.config),
         )
 
-    return output[0].squeeze(0)
+    return output[0].squeeze(0)  # without the batch dimension
 
 
 def predicting_hidden(
@@ -191,7 +191,7 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
         getattr(text, "attention_chunk_size", None)
     )
     is_plain = {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
-    return is_plain and not is_chunked and len(layers) == text.num_hidden_layers
+    return is_plain and not is_chunked and len(layers) == text.num_hidden_layers  # fewer where layers share keys
 
 
 def can_pack(model: PreTrainedModel) -> bool:

@@ -83,10 +83,10 @@ class RMSNorm(torch.autograd.Function):
 
         for run in _runs(len(rows), CHUNK // rows.shape[1]):
             normed, wide_grads = rows[run] * scale[run], grads[run].to(_WIDE)  # n and g
-            products = wide_grads * normed
+            products = wide_grads * normed  # g n
             grad_weight += products.sum(0)
 
-            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
+            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]  # -mean(g w n)
             # Where nothing is rounded at the end, the gradient is computed in the memory of the result.
             scaled = torch.mul(wide_grads, wide, out=grad_x[run] if grad_x.dtype == _WIDE else None)
             scaled.addcmul_(normed, negative_means).mul_(scale[run])

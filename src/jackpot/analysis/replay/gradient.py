@@ -90,12 +90,13 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
     estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
     noise, ideal_noise, drift = (sums[name].value for name in ("noise", "ideal noise", "drift"))
+    scale = product / exact  # c, the corrected gradient's size along the exact one: what a learning rate can offset
 
     return {
         "exact_effective": float(weight.value.square() / square.value),
         "tv_after_correction": float(variation.total / weight.total),
         "bias": float((1.0 - product.square() / (estimator * exact)).clamp(min=0.0).sqrt()),
-        "variance": float(noise / (product / exact).square() / ideal_noise),
+        "variance": float(noise / scale.square() / ideal_noise),
         "drift": float((drift * exact).sqrt() / product),
         "state_spread": float(weight.variance.sqrt() / weight.value),
     }

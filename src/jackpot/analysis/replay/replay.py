@@ -98,7 +98,7 @@ def replay(
         left_out=(*sums.left_out, *reading.left_out, *left_out_for_costs),
         unreadable=reading.unreadable,
         problems=reading.problems,
-        answer=sums.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
+        answer=sums.advice(weights, costs, problem=_COPIED if is_copied else pairs.mixup, rounding=pairs.rounding),
     )
 
 

@@ -172,9 +172,9 @@ class ReplaySums:
         bands = bands_of(batch, states)
         log_ratio = torch.where(batch.mask, batch.new - batch.rollout, 0.0)
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
-        overlap = acceptance(batch.rollout, batch.new, 1.0)
+        overlap = acceptance(batch.rollout, batch.new, lam=1.0)
         if states:
-            overlap = overlap.masked_scatter(states.at, exact_z(states.rollout, states.new, 1.0))
+            overlap = overlap.masked_scatter(states.at, exact_z(states.rollout, states.new, lam=1.0))
 
         for correction in self._corrections:
             setting = correction.setting
@@ -185,7 +185,8 @@ class ReplaySums:
             # Estimate the correction's effect from its factors F on the sampled tokens. Where whole distributions are
             # known (`states`), sums over the vocabulary replace these estimates.
             totals = measured(setting.objective.correction, inputs)
-            sampled = factors(setting, inputs, batch.new, batch.advantages if has_signs else None, totals)
+            advantages = batch.advantages if has_signs else None
+            sampled = factors(setting, inputs, batch.new, advantages, totals)
             columns = SampledColumns.of(sampled, ratio, batch.mask)
             sums = correction_sums(sampled, columns.wrong, batch.mask, bands)
             if states and (values := _state_values(setting, states, totals)):
@@ -252,8 +253,8 @@ def _state_values(setting: CorrectionSetting, states: StateDistributions, totals
 
     everywhere = torch.ones_like(states.new, dtype=torch.bool)
     z_of_tokens = known_z(z.unsqueeze(-1).expand_as(states.new))
-    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, z_of_tokens)
-    return state_values(factors(setting, inputs, states.new, None, totals), states)
+    inputs = inputs_of(setting, states.rollout, old, states.new, mask=everywhere, z=z_of_tokens)
+    return state_values(factors(setting, inputs, states.new, advantages=None, totals=totals), states)
 
 
 _NO_LISTS = (

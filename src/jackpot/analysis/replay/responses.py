@@ -196,8 +196,8 @@ def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -
         if (probs.sum(-1) > 1.0 + _ROUNDING).any():
             raise DamagedRecord(f"{where}: {model}_top_log_probs hold {probs.sum(-1).max():.4g} of all probability")
         # Sorted ids show a repeated one beside itself; entries of probability 0 get distinct negative ids.
-        possible = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
-        if (possible[:, 1:] == possible[:, :-1]).any():
+        sorted_ids = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
+        if (sorted_ids[:, 1:] == sorted_ids[:, :-1]).any():
             raise DamagedRecord(f"{where}: {model}_top_ids name a token twice; pad a list with log-probs of -inf")
 
 

@@ -139,7 +139,7 @@ def dump_findings(result: ReplayResult) -> dict[str, str]:
             "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
         )
 
-    # Names and total variations of the first and of the last file.
+    # (name, total variation) of the first and of the last file.
     (first, before), (last, after) = result.ends[0], result.ends[-1]
     if after > max(NOTABLE_GAP, LEAST_GROWTH * before):
         grown = f"from {before:.2%} in {first} to {after:.2%} in {last}"

@@ -43,7 +43,7 @@ class EndGaps:
         for response in responses:
             _, new = response.policy_log_probs
             # The response's total variation between rollout model and updated policy, estimated from sampled tokens.
-            variation = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
+            variation = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, lam=1.0), response.sampled_mask)
             last_file, last_mean = self._ends[-1] if self._ends else (None, variation)  # None equals no file
             if last_file == response.where:
                 self._ends[-1] = (response.where, last_mean + variation)
@@ -153,14 +153,14 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     log_ratio = torch.where(mask, batch.new - batch.rollout, 0.0)
     ratio = log_ratio.exp()
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
-    accepted = acceptance(batch.rollout, batch.new, 1.0)
+    accepted = acceptance(batch.rollout, batch.new, lam=1.0)  # 1 less its mean is the total variation
 
     # Of the three total variations, the first is that between rollout model and updated policy, the second that between
     # rollout model and old policy, and the third that between the two policies.
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),
-        "total_variation_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, 1.0), mask),
+        "total_variation_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, lam=1.0), mask),
         "total_variation_stale": Mean.of((ratio - old_ratio).abs() / 2.0, mask),
         "policy_max": Max.of(torch.maximum((batch.new - batch.rollout).abs(), (batch.old - batch.rollout).abs()), mask),
         "stale_max": Max.of((batch.new - batch.old).abs(), mask),
@@ -177,7 +177,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     }
 
     if states is not None:
-        z = exact_z(states.rollout, states.new, 1.0)
+        z = exact_z(states.rollout, states.new, lam=1.0)
         # The policy's probability of tokens that the rollout model never samples.
         unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)
         everywhere = torch.ones_like(z, dtype=torch.bool)
