@@ -207,6 +207,7 @@ def correct(
     check_tensors(response_mask, tensors)
     if response_mask.device.type == "cpu":  # reading numbers of a GPU would wait for it
         check_numbers(response_mask, tensors, correction_fn.lam)
+    # Refuse log-probs that are shifted by a token, and warn of those that are rounded or exchanged.
     report_signs(signs_of_log_probs(response_mask, rollout_log_probs.detach(), target_log_probs.detach()))
 
     for name in sorted(correction_fn.reads):

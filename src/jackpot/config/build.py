@@ -229,7 +229,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     message = error["msg"].removeprefix("Value error, ")
 
     match error["type"]:
-        case "extra_forbidden":
+        case "extra_forbidden":  # a key that the block does not have; another class of the block may have it
             keys = keys_of(kind)
             names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
             if key in keys:
@@ -240,13 +240,13 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             return unknown_name("setting", key, names)
         case "missing" if is_missing:
             return f"{'.'.join([*location, loc[-1]])}: is missing; it has no default, so set it"
-        case "union_tag_invalid" | "literal_error":
+        case "union_tag_invalid" | "literal_error":  # a name that does not exist
             name = error["ctx"].get("tag", value.get("name") if isinstance(value, Mapping) else value)
             allowed = re.findall(r"'([^']+)'", error["ctx"].get("expected_tags") or error["ctx"]["expected"])
             return f"{key}: {unknown_name('value', str(name), allowed)}"
-        case "model_type":
+        case "model_type":  # one value in place of a block
             return _block_expected(key, value, _valid_keys(location, settings, kind))
-        case "value_error":
+        case "value_error":  # our own error, whose message says everything
             return f"{key}: {message}" if key else message
         case _:
             return f"{key}: {value!r} was given. {message}"

@@ -240,6 +240,7 @@ def computed_differently(config: Config) -> list[list[str]]:
     model = load_meta_model((config.rollout_model or config.policy).path)
     in_training = layer_formats(model, of_training)
     differing = [layer_differences(layer_formats(model, formats), in_training) for formats in of_engines]
+    # The layers of all engines, each difference once.
     return [list(layer) for layer in dict.fromkeys(chain.from_iterable(differing))]
 
 

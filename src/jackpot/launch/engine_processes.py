@@ -105,7 +105,7 @@ def engine_gpu(index: int, shares: bool) -> dict[str, str]:
     """
     visible = os.environ.get(_GPUS)
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    first = 0 if shares else process_rank().local_size
+    first = 0 if shares else process_rank().local_size  # ranks have the GPUs before that index
     return {_GPUS: gpus[(first + index) % len(gpus)]}  # in turn, where there are too few
 
 

@@ -440,7 +440,7 @@ class _RankGroup:
         ray = self._ray
         try:
             spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in self._actors])]
-            calls = {
+            calls = {  # the rank of each call, by Ray's reference to the call
                 actor.work.remote(environment, *task): rank
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments(spots), strict=True))
             }

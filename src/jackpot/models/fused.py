@@ -226,6 +226,7 @@ def _norm(module: nn.Module) -> Forward | None:
 
     forward = partial(_run_norm, module, module.forward)
     inputs = _random_inputs(4, len(module.get_parameter("weight")))
+    # `TOLERANCES` has every dtype of inputs that `RMSNorm` takes.
     agrees = all(_agree(module.forward, forward, [inputs.to(dtype)], module) for dtype in TOLERANCES)
     return forward if agrees else None
 

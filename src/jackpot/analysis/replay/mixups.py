@@ -85,6 +85,7 @@ class ColumnPairs:
             (_correlation(policy, next_engine), self._policy, self._engine, policy + next_engine),
         )
 
+        # The direction with the higher correlation; `values` adds up the two log-probs that belong to one token.
         correlation, ahead, behind, values = max(shifts, key=lambda shift: shift[0])
         if correlation >= max(LEAST_CORRELATION, unshifted + LEAST_GAIN):
             where = f"{ahead} is one token ahead of {behind}"

@@ -69,7 +69,7 @@ class PolicyScorer:
         """Score responses in one forward pass; each is given as a pair of its prompt's token ids and itself."""
         prompts = [prompt for prompt, _ in pairs]
         tokens = [response.token_ids.tolist() for _, response in pairs]
-        hidden, _, mask = forward_responses(self._model, prompts, tokens)
+        hidden, _, mask = forward_responses(self._model, prompts, tokens)  # the mask is False on padding
 
         # The ids to score at each token, [tokens, 1 + K], where shorter lists are padded to the longest list.
         lists = [_ids_to_score(response) for _, response in pairs]
