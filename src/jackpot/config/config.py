@@ -467,7 +467,7 @@ class Config(Strict):
         """Refuse engines that cannot serve both models, and drafts or sampling filters that an engine cannot have."""
         engine, evaluation_engine = engines = self.engine, self.evaluation.engine or self.engine
         drafts = [getattr(each, "draft", None) for each in engines]  # their settings `draft`
-        fits = self.rollout_model and drafts[-1] and engine.name == evaluation_engine.name  # whether it can draft
+        fits = self.rollout_model and drafts[-1] and engine.name == evaluation_engine.name  # both can draft
         keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]  # one key if `engines` are one
         remedy = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
         sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"  # key of the settings `filtered`
@@ -578,7 +578,7 @@ class Config(Strict):
         limit = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))  # the acceptance of equal models
         iterations = range(1, self.iterations + 1)
         used = filter(self.uses_rollout_model, iterations)
-        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # writes none
+        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # generates none
 
         return [
             (

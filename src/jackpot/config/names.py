@@ -71,8 +71,8 @@ def _is_number(value: str) -> bool:
 def _owner(name: str, known: Sequence[str]) -> str | None:
     """Return the known key that `name` means, such as `objective.correction.lam` for `lam`; None if it means none.
 
-    A name means the key that equals it, or else the key that ends in it.
-    Of several keys that end in `name`, it means the first in the blocks `_FIRST`, and none if all are outside of them.
+    A name means the key that equals it, or else the key that ends in it. Of several keys that end in it, it means the
+    first in the blocks `_FIRST`, and none if all are outside of these.
     """
     if name in known:
         return name

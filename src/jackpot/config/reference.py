@@ -130,7 +130,7 @@ def own_settings(command: str) -> tuple[list[Setting], list[str]]:
     Returns:
         The command's own settings; of those that both commands have, only the first part of each key, such as `engine`.
     """
-    # The origin of a use is the class that defines the setting, with the setting's name in it.
+    # The origin of a use is a pair: the class that defines the setting, and the setting's name in that class.
     known = {use.origin for setting in settings("train").values() for use in setting.uses}
     of_command = list(settings(command).values())
     new = [setting for setting in of_command if any(use.origin not in known for use in setting.uses)]

@@ -344,9 +344,9 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only the input of every layer, and recompute its activations in backward.
 
-    The switch of transformers works in training mode only, which also turns dropout on. Here the model stays in eval
-    mode, and the second pass is bit-equal to the first. The switch is still set, so that `is_gradient_checkpointing` is
-    True.
+    `gradient_checkpointing_enable` of transformers works in training mode only, which also turns dropout on. Here the
+    model stays in eval mode, and the second pass is bit-equal to the first. The method is still called, so that
+    `is_gradient_checkpointing` is True.
 
     Raises:
         ModelError: the model has no layers that transformers can checkpoint.

@@ -87,6 +87,7 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     # docs/replay.md has the formulas below. `estimator` (S_ff) stands for the squared size of the corrected gradient,
     # `exact` (S_tt) for that of the exact one, `product` (S_ft) for their inner product. `noise` is the variance of the
     # first, `ideal_noise` that of the second; `drift` is the squared distance of f from F_s p_new (`state_sums`).
+    # Means over states: `weight` of F_s, `square` of the sum of p_inf E F^2, `variation` of F_s times total variation.
     weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
     estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
     noise, ideal_noise, drift = (sums[name].value for name in ("noise", "ideal noise", "drift"))
@@ -97,7 +98,7 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
         "tv_after_correction": float(variation.total / weight.total),
         "bias": float((1.0 - product.square() / (estimator * exact)).clamp(min=0.0).sqrt()),
         "variance": float(noise / scale.square() / ideal_noise),
-        "drift": float((drift * exact).sqrt() / product),
+        "drift": float((drift * exact).sqrt() / product),  # sqrt(drift) / (c sqrt(exact))
         "state_spread": float(weight.variance.sqrt() / weight.value),
     }
 

@@ -81,7 +81,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
     sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
 
-    # Quantiles are rounded: a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
+    # Quantiles are rounded, as a histogram's bins near 0 are millionths wide, and a weight of 0 is counted as e^-40.
     p1, p50, p99 = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
     # The names of these sums are those of bands after `rejected`, as `correction_sums` writes them.
     rejected = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}

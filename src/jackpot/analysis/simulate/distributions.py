@@ -102,6 +102,7 @@ def weight_moments(states: StatePairs) -> Tensor:
     a = min(1, rho) and weights it by w = min(Z rho / a, CAP), so that it counts e = a w in expectation; without caps
     e = Z t. The means are those of t, t^2, e, a w^2, e^2 and t e, in this order.
     """
+    # Where p_inf is 0, rho is infinite or NaN; such a token is never drawn, and 0 serves for it.
     rho, p_inf = states.rho.nan_to_num(0.0, posinf=0.0), states.rollout.exp()
     tis, accepted = rho.clamp(max=CAP), rho.clamp(max=1.0)
     z = (p_inf * accepted).sum(-1, keepdim=True)
