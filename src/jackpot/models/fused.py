@@ -288,7 +288,7 @@ def _rotates_alike(own_rotation: Forward) -> bool:
     """Tell whether a model's own rotation computes what `_rotate` does."""
     if list(inspect.signature(own_rotation).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
-    queries, keys = _random_inputs(2, 3, 4, 6), _random_inputs(2, 1, 4, 6)
+    queries, keys = _random_inputs(2, 3, 4, 6), _random_inputs(2, 1, 4, 6)  # [B, heads, S, D], 3 heads and 1
     # cos and sin; the same shape gives the same random numbers, so 1 is added to make the two differ.
     angles = [_random_inputs(2, 4, 6), _random_inputs(2, 4, 6) + 1.0]
     try:
