@@ -133,7 +133,7 @@ class _Reading:
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
-        """Yield one of `every` responses, but none that cannot be replayed, nor the policy's in a mixed run."""
+        """Yield one of `every` responses, but none that cannot be replayed, and in a mixed run none of the policy."""
         responses = read_files(self._dump, self._files, self._warn)
 
         for response in islice(responses, 0, None, every):
