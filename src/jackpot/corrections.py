@@ -120,8 +120,8 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
     is_class = isinstance(correction, type)
 
     try:  # bind the arguments without a call, so that a wrong setting is reported before the user's code runs
-        names = signature(correction).parameters
-        tensors = [] if is_class else [name for name in names if name in TENSORS]
+        parameters = signature(correction).parameters
+        tensors = [] if is_class else [name for name in parameters if name in TENSORS]
         signature(correction).bind(**dict.fromkeys(tensors), **settings)
     except TypeError as error:
         takes = "its settings" if is_class else f"tensors named {', '.join(TENSORS)}, and its settings"
@@ -198,7 +198,7 @@ def correct(
     tensors = {
         "rollout_log_probs": rollout_log_probs,
         "target_log_probs": target_log_probs,
-        "z": z.value if isinstance(z, obrs.ZEstimate) else z,
+        "z": z.value if isinstance(z, obrs.ZEstimate) else z,  # for the checks; the whole estimate is passed on below
         "advantages": advantages,
         "proximal_log_probs": proximal_log_probs,
         "uniforms": uniforms,
@@ -207,6 +207,7 @@ def correct(
     check_tensors(response_mask, tensors)
     if response_mask.device.type == "cpu":  # reading numbers of a GPU would wait for it
         check_numbers(response_mask, tensors, correction_fn.lam)
+    # Refuse log-probs that are shifted by a token, and warn of those that are rounded or exchanged.
     report_signs(signs_of_log_probs(response_mask, rollout_log_probs.detach(), target_log_probs.detach()))
 
     for name in sorted(correction_fn.reads):
@@ -238,9 +239,9 @@ def correct_unchecked(
     result = correction.apply(inputs, totals)
 
     summary = correction_summary(result, inputs, totals, has_z=z is not None)
-    kappa = {} if z is None else {"obrs/kappa": result.kappa}
+    kappa = {} if z is None else {"obrs/kappa": result.kappa}  # without Z there is no factor on it to report
     metrics = {name: metric.value for name, metric in summary.items()} | kappa
-    return Corrected(result.weights, result.accept_mask, metrics)
+    return Corrected(weights=result.weights, accept_mask=result.accept_mask, metrics=metrics)
 
 
 def _correction_fn(correction: str | CorrectionFn | Formula, settings: Mapping[str, Any]) -> CorrectionFn:
@@ -293,5 +294,5 @@ def _uniforms(rollout_log_probs: Tensor, mask: Tensor, seed: int) -> Tensor:
     # `key` is added as a Python number, and the zeros are made on the device: a tensor that is copied to a GPU would
     # make the host wait for the GPU.
     key = int(prng.key_tensor([prng.fold_in(seed, "correct")]))
-    keys = prng.bits(response_hashes + key, torch.zeros_like(response_hashes))
-    return prng.uniforms(keys[:, None], positions)
+    response_keys = prng.bits(response_hashes + key, torch.zeros_like(response_hashes))  # [B], of seed and response
+    return prng.uniforms(response_keys[:, None], positions)

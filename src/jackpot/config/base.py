@@ -104,14 +104,13 @@ def fields_below(kind: type[BaseModel], above: str = "") -> tuple[tuple[str, Fie
 
 
 def by_name(default: str) -> BeforeValidator:
-    """Make a validator that reads `correction: tis` as `correction: {name: tis}`, and adds the name to other blocks.
+    """Make a validator of a block of settings, which may be written as its name alone: `correction: tis`.
 
-    Args:
-        default: the name that a block without `name` gets.
+    The validator turns that into `{name: tis}`, and gives a block that has no `name` the name `default`.
     """
 
     def named(value: Any) -> Any:
-        """Return the block of settings that a value stands for; any other value as it is."""
+        """Return the block, with its `name`, that a text or a mapping stands for; other values as they are."""
         if isinstance(value, str):
             return {"name": value}
         return {"name": default, **value} if isinstance(value, Mapping) else value

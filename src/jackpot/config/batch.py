@@ -59,7 +59,7 @@ class BatchConfig(Strict):
 
 
 def batches_in_reserve(ahead: int) -> int:
-    """Return how many rollout batches wait for training when the next ones begin: 0, or just over half of `ahead`.
+    """Return how many finished batches wait for training when the engines get new weights and begin new batches.
 
     While the new batches share the engines, the learner trains on the waiting ones. The new ones, which fill up to
     `ahead`, are never more than those that wait. With a smaller reserve the learner would run out of batches; with a

@@ -146,7 +146,8 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
         if isinstance(block, Mapping) and _class_key(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
-            settings = merge(settings, nest(key, merge(inherited, block)))
+            filled = merge(inherited, block)
+            settings = merge(settings, nest(key, filled))
     return settings
 
 
@@ -228,7 +229,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
     message = error["msg"].removeprefix("Value error, ")
 
     match error["type"]:
-        case "extra_forbidden":
+        case "extra_forbidden":  # a key that the block does not have; another class of the block may have it
             keys = keys_of(kind)
             names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
             if key in keys:  # another class of the block has the setting
@@ -239,13 +240,13 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             return unknown_name("setting", key, names)
         case "missing" if is_missing:
             return f"{'.'.join([*location, loc[-1]])}: is missing; it has no default, so set it"
-        case "union_tag_invalid" | "literal_error":
+        case "union_tag_invalid" | "literal_error":  # a name that does not exist
             name = error["ctx"].get("tag", value.get("name") if isinstance(value, Mapping) else value)
             allowed = re.findall(r"'([^']+)'", error["ctx"].get("expected_tags") or error["ctx"]["expected"])
             return f"{key}: {unknown_name('value', str(name), allowed)}"
-        case "model_type":
+        case "model_type":  # one value in place of a block
             return _block_expected(key, value, _valid_keys(location, settings, kind))
-        case "value_error":
+        case "value_error":  # our own error, whose message says everything
             return f"{key}: {message}" if key else message
         case _:
             return f"{key}: {value!r} was given. {message}"
@@ -269,6 +270,8 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     """
     path: list[str] = []
     value: Any = settings
+    # Step down to `value` by the names that it has. A name that it lacks is pydantic's own, and left out, unless it is
+    # the last name and that of a setting.
     for index, name in enumerate(loc):
         members = dict[str | int, Any](enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(members, Mapping) and name in members:

@@ -15,7 +15,7 @@ from jackpot.config.config import Config
 
 
 class Change(NamedTuple):
-    """A setting whose value differs between a folder and a command. A value of None may mean that there is none."""
+    """A setting whose value differs between a folder and a command; None stands for null or no setting."""
 
     key: str
     old: Any  # in the folder, as JSON has it

@@ -287,7 +287,7 @@ class Config(Strict):
         return self.rollout_model is not None and self.rollout_model.is_mixed
 
     def uses_rollout_model(self, iteration: int) -> bool:
-        """Tell whether an iteration needs the rollout model: it generates now or later, drafts, or is trained alone."""
+        """Tell whether an iteration needs the rollout model: to generate now or later, draft, or be trained alone."""
         model = self.rollout_model
         follows = self.policy.optimizer is None or self.draft is not None
         return model is not None and (follows or model.is_used(iteration))
@@ -322,7 +322,7 @@ class Config(Strict):
 
     @property
     def kl_metric(self) -> str:
-        """Name the metric that shows KL(sampler || policy): one of sampled tokens if a rollout engine is quantized."""
+        """Name the metric of KL(sampler || policy): estimated from sampled tokens if a rollout engine is quantized."""
         quantizes = any(map(is_quantized, self.writing_engines.values()))
         return "mismatch/kl_k3" if quantizes else "mismatch/kl_rollout_policy"
 
@@ -466,9 +466,9 @@ class Config(Strict):
     def _conflicts_of_engines(self) -> Conflicts:
         """Refuse engines that cannot serve both models, and drafts or sampling filters that an engine cannot have."""
         engine, evaluation_engine = engines = self.engine, self.evaluation.engine or self.engine
-        _, evaluation_draft = drafts = [getattr(engine, "draft", None) for engine in engines]
-        fits = self.rollout_model and evaluation_draft and engine.name == evaluation_engine.name  # can draft
-        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]  # of `engines`, as far as given
+        drafts = [getattr(each, "draft", None) for each in engines]  # their settings `draft`
+        fits = self.rollout_model and drafts[-1] and engine.name == evaluation_engine.name  # both can draft
+        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]  # one key if `engines` are one
         remedy = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
         sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"  # key of the settings `filtered`
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
@@ -482,7 +482,7 @@ class Config(Strict):
                 f"policy's with draft; set {'rollout_model.share=0.0, for all of them, or ' if fits else ''}{remedy}",
             ),
             (
-                filtered and any(engine.name == "sglang_server" for engine in engines),
+                filtered and any(each.name == "sglang_server" for each in engines),
                 f"answers are {filtered and filtered.described}, but sglang_server returns log-probs before these "
                 f"filters; use {sampling}.top_p=1 and {sampling}.top_k=0, or vllm_server in its place",
             ),
@@ -540,7 +540,7 @@ class Config(Strict):
         model, advantage = self.rollout_model, self.objective.advantage
         shares = [model.share_at(iteration) for iteration in range(1, self.iterations + 1)] if model else []
 
-        reasons = [
+        reasons = [  # (condition, why the baseline would change nothing under it)
             (
                 advantage in ("gae", "reinforce_pp"),
                 f"advantage {advantage!r} compares with no group; use another advantage",
@@ -578,7 +578,7 @@ class Config(Strict):
         limit = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))  # the acceptance of equal models
         iterations = range(1, self.iterations + 1)
         used = filter(self.uses_rollout_model, iterations)
-        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # not generating
+        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # generates none
 
         return [
             (

@@ -312,10 +312,10 @@ def refuse_with_proximal(value: Any) -> Any:
     """
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str) and name in WITH_PROXIMAL:
-        now = WITH_PROXIMAL[name]
+        instead = WITH_PROXIMAL[name]
         raise ValueError(
-            f"{name!r} is correction {now['name']} at another proximal point; write "
-            f"{{name: {now['name']}, proximal: {now['proximal']}}}"
+            f"{name!r} is correction {instead['name']} at another proximal point; write "
+            f"{{name: {instead['name']}, proximal: {instead['proximal']}}}"
         )
     return value
 

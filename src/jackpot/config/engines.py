@@ -243,6 +243,7 @@ def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
     Two engines with equal formats, or an engine and training, compute alike. The result is None for an engine that
     drafts, whose activations are not quantized, or whose kernels are not those of training.
     """
+    # The quantizations that training has are those in which activations are quantized too.
     if not isinstance(engine, TransformersEngineConfig) or engine.quantization not in TRAINED_QUANTIZATION.values():
         return None
     attends_alike = engine.attn_implementation == "sdpa" and not engine.draft

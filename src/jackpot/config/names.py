@@ -69,12 +69,14 @@ def _is_number(value: str) -> bool:
 
 
 def _owner(name: str, known: Sequence[str]) -> str | None:
-    """Return the known key that `name` means: the key of this name, or else one that ends in it; None if it means none.
+    """Return the known key that `name` means, such as `objective.correction.lam` for `lam`; None if it means none.
 
-    Of several keys that end in `name`, it means the first in the blocks `_FIRST`, and none if all are outside of them.
+    A name means the key that equals it, or else the key that ends in it. Of several keys that end in it, it means the
+    first in the blocks `_FIRST`, and none if all are outside of these.
     """
     if name in known:
         return name
     ending = [key for key in known if key.endswith(f".{name}")]
     preferred = [key for key in ending if key.startswith(_FIRST)]
-    return ending[0] if len(ending) == 1 else preferred[0] if preferred else None
+    candidates = ending if len(ending) == 1 else preferred
+    return candidates[0] if candidates else None

@@ -27,6 +27,7 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     engines = [config.engine, config.evaluation.engine or config.engine]
     has_vllm = any(isinstance(engine, VLLMEngineConfig) for engine in engines)
     is_beside = ranks > 1 and (on_gpu or has_vllm) and not all(map(is_remote, engines))
+    # Engines generate while the ranks train with `batch.ahead`; with drafts two engines generate together.
     is_asleep = is_beside and on_gpu and not config.batch.ahead and config.draft is None
 
     settings = config.model_dump(mode="json")
@@ -37,12 +38,12 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     if is_asleep and config.rollout_model and config.evaluation.engine is None:
         settings["evaluation"]["engine"] = dict(settings["engine"])
 
-    both = [settings["engine"], settings["evaluation"]["engine"] or {}]
-    undecided = [engine for engine in both if engine.get("enable_sleep_mode") == "auto"]
+    engine_settings = [settings["engine"], settings["evaluation"]["engine"] or {}]
+    undecided = [engine for engine in engine_settings if engine.get("enable_sleep_mode") == "auto"]
     for engine in undecided:
         engine["enable_sleep_mode"] = is_asleep
     # Only one of two vLLM engines sleeps: the last one whose mode the settings left open stays awake.
-    if all(engine.get("name") == "vllm" and engine["enable_sleep_mode"] for engine in both) and undecided:
+    if all(engine.get("name") == "vllm" and engine["enable_sleep_mode"] for engine in engine_settings) and undecided:
         undecided[-1]["enable_sleep_mode"] = False
 
     return build_config(settings)

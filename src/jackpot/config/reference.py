@@ -63,12 +63,13 @@ class Setting:
         Args:
             of: name of the field: values, default or meaning.
         """
-        named: dict[str, list[str]] = {}
+        names_by_text: dict[str, list[str]] = {}  # names of the variants or commands that each text belongs to
         for use in self.uses:
-            named.setdefault(getattr(use, of), []).append(use.variant or f"jackpot {use.command}")
+            names_by_text.setdefault(getattr(use, of), []).append(use.variant or f"jackpot {use.command}")
 
-        usual = [text for text, names in named.items() if 2 * len(names) > len(self.uses)]
-        rest = {text: ", ".join(dict.fromkeys(names)) for text, names in named.items() if text not in usual}
+        # `usual` has the text of more than half of the uses, if there is one; `rest` the other texts with their names.
+        usual = [text for text, names in names_by_text.items() if 2 * len(names) > len(self.uses)]
+        rest = {text: ", ".join(dict.fromkeys(names)) for text, names in names_by_text.items() if text not in usual}
 
         if of == "meaning":
             return " ".join([*usual, *(f"{names}: {text}" for text, names in rest.items())])
@@ -129,6 +130,7 @@ def own_settings(command: str) -> tuple[list[Setting], list[str]]:
     Returns:
         The command's own settings; of those that both commands have, only the first part of each key, such as `engine`.
     """
+    # The origin of a use is a pair: the class that defines the setting, and the setting's name in that class.
     known = {use.origin for setting in settings("train").values() for use in setting.uses}
     of_command = list(settings(command).values())
     new = [setting for setting in of_command if any(use.origin not in known for use in setting.uses)]
@@ -149,14 +151,16 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     """
     name = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
-    with_name = [block for command in COMMANDS if (block := blocks(command).get(name)) and name not in ("", *known)]
+    # No block is returned for a key that is a setting's too, nor for the empty key, which stands for all settings.
+    found = [] if name in ("", *known) else [blocks(command).get(name) for command in COMMANDS]
+    with_name = [block for block in found if block]
 
     # The key is that of a block or of a setting: return it with all settings below it.
     if with_name or name in known:
         below = (f"{name}.", f"{name}[].")
         return with_name, [item for item in known.values() if item.key == name or item.key.startswith(below)]
 
-    # The key lies inside a block of differences: look for it in the block `base`.
+    # The key lies inside a block marked `Differences`: look for it in `base`, the block that the mark names.
     for setting in known.values():
         if (base := setting.uses[0].same_as) and name.startswith(f"{setting.key}."):
             return find(base + name.removeprefix(setting.key))
@@ -250,6 +254,7 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
         return ["true", "false"]
 
     bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
+    # A number that must be below infinity is called finite.
     values = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
     return [values, "null"] if NULL_IS_INFINITE in metadata else [values]
 

@@ -47,9 +47,10 @@ def pack(value: Any) -> Tensor:
     layouts = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
     text = json.dumps([content, layouts]).encode()
 
-    # A message is its checksum, the length of the JSON, the JSON, and the bytes of each tensor, each padded.
+    # A message is its checksum (at first 0), the length of the JSON, the JSON, and each tensor's bytes, all padded.
     head = bytes(_ALIGNED) + len(text).to_bytes(_ALIGNED, "little") + text
     blobs = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
+    # `as_strided` sets the stride 1, which a view as bytes needs; a tensor of one number may have any other.
     flat = [tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     blobs += [tensor.view(torch.uint8) for tensor in flat]
 

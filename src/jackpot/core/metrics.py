@@ -270,6 +270,7 @@ class Histogram(Metric):
 
         The exact number is known only by its bin, so the middle of that bin is returned.
         """
+        # The first bin at which the running count of values reaches the share of all values.
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
         # The middle of bin number `index` among the evenly spaced numbers u (`Histogram`), turned back into a value.
@@ -395,7 +396,8 @@ def tensors_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
 
     raw = [tensors[index].contiguous().flatten().view(torch.uint8) for index in order]
-    pieces = (torch.cat(raw) if len(raw) > 1 else raw[0]).cpu().split([len(tensor) for tensor in raw])
+    together = torch.cat(raw) if len(raw) > 1 else raw[0]
+    pieces = together.cpu().split([len(tensor) for tensor in raw])
     copies = dict(zip(order, pieces, strict=True))
     # Return the copies in the order of `tensors`.
     return [copies[index].view(tensor.dtype).view(tensor.shape) for index, tensor in enumerate(tensors)]
@@ -434,11 +436,11 @@ def _packed(sums: Mapping[str, Kind], layout: _Layout[Kind]) -> Tensor:
     A metric that `sums` lacks gets numbers that change nothing when they are added.
     """
     tensors_of = {name: tuple(metric) for name, metric in sums.items()}
-    any_field = next(iter(tensors_of.values()))[0]
+    any_field = next(iter(tensors_of.values()))[0]  # any tensor of the metrics, for its device
 
     def nothing(metric_class: type[Kind], index: int) -> Tensor:
         """Return tensor number `index` of a metric that `sums` lacks: it changes nothing when it is added."""
-        how = metric_class.added_by[index]
+        how = metric_class.added_by[index]  # "h" for the counts of a histogram, another letter for a scalar
         return any_field.new_full((_BINS,) if how == "h" else (), _NOTHING[how], dtype=torch.float64)
 
     # One tensor for each field, in the order of the row: the counts of the histograms, then scalars.

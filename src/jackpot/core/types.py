@@ -67,7 +67,7 @@ class Rollout:
         sampled_mask       [True, True]
         top_ids            [[9, 8], [1, 9]]
         top_log_probs      [[-0.11, -2.3], [-0.01, -4.6]]
-        versions           [[8, 8], [8, 8]]
+        versions           [[8, 8], [8, 8]]  (steps of policy and rollout model)
 
     A tool's answer between two turns of the model is part of the response, with `sampled_mask` False.
     """

@@ -117,7 +117,7 @@ def make_components(
     outlines = check_start(config, paths, process.size)
     tokenizer = load_tokenizers(paths)
     head_rows(paths | reference_path(config), tokenizer)  # refuses a tokenizer that some output layer is too short for
-    version = Version(*checkpoint.state["version"]) if checkpoint else Version(0, 0)
+    version = Version(*checkpoint.state["version"]) if checkpoint else Version(policy=0, rollout_model=0)
 
     with ExitStack() as undo:
         task = run_task(config, paths, tokenizer)
@@ -209,11 +209,12 @@ def make_engines(
     engines: dict[str, Engine] = {}
     if hosted:
         make_links = ray_links if config.placement.launcher == "ray" else process_links
-        engines |= engine_pool(config, hosted, config.model_paths(), device, version, make_links).engines
+        pool = engine_pool(config, hosted, config.model_paths(), device, version, links=make_links)
+        engines |= pool.engines
     for engine in engines.values():
         undo.callback(engine.close)
 
-    engines |= make_each(local, device, version, bool(config.draft), undo)
+    engines |= make_each(local, device, version, drafts=bool(config.draft), undo=undo)
     return engines["engine"], engines.get("evaluation.engine", engines["engine"])
 
 
@@ -239,6 +240,7 @@ def computed_differently(config: Config) -> list[list[str]]:
     model = load_meta_model((config.rollout_model or config.policy).path)
     in_training = layer_formats(model, of_training)
     differing = [layer_differences(layer_formats(model, formats), in_training) for formats in of_engines]
+    # The layers of all engines, each difference once.
     return [list(layer) for layer in dict.fromkeys(chain.from_iterable(differing))]
 
 
@@ -329,7 +331,7 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
             exact=on_cpu,
             dtype=compute_dtype,
         )
-    elif on_cpu and settings:
+    elif on_cpu and settings:  # not the reference, which is never trained
         fuse(model)
 
     if lora := getattr(settings, "lora", None):

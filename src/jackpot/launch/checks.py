@@ -81,14 +81,14 @@ def _check_rows(config: Config, specs: Mapping[str, EngineSpec]) -> None:
     Raises:
         EngineError: a server, or vLLM with a draft model, whose model has a longer output layer.
     """
-    for name, (settings, path, rows) in specs.items():
-        size = head_rows({name: path})
+    for name, (settings, path, rows) in specs.items():  # `rows`: what all models of the run have
+        own_rows = head_rows({name: path})
         drafts = config.draft is not None and isinstance(settings, VLLMEngineConfig)
-        if size > rows and (drafts or is_remote(settings)):
+        if own_rows > rows and (drafts or is_remote(settings)):
             raise EngineError(
-                f"{name}={settings.name}{' with drafts' if drafts else ''} samples from all {size} rows of the output "
-                f"layer of {path}, and another model of the run has {rows}; use transformers, or take a copy of the "
-                f"longer model that model.resize_token_embeddings({rows}) has cut"
+                f"{name}={settings.name}{' with drafts' if drafts else ''} samples from all {own_rows} rows of the "
+                f"output layer of {path}, and another model of the run has {rows}; use transformers, or take a copy of "
+                f"the longer model that model.resize_token_embeddings({rows}) has cut"
             )
 
 
@@ -151,7 +151,7 @@ def check_lengths(config: Config, limit: int, task: Task) -> None:
 
 
 def check_top_log_probs(config: Config, limit: int) -> None:
-    """Refuse a `sampling.num_top_log_probs` above the `limit` of an engine."""
+    """Refuse a `sampling.num_top_log_probs` above `limit`, the most top log-probs that an engine returns."""
     num_top = config.sampling.num_top_log_probs
     if num_top > limit:
         raise ConfigError(f"sampling.num_top_log_probs is {num_top}, but the engine returns at most {limit}; lower it")

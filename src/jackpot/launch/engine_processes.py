@@ -105,8 +105,8 @@ def engine_gpu(index: int, shares: bool) -> dict[str, str]:
     """
     visible = os.environ.get(_GPUS)
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-    first = 0 if shares else process_rank().local_size
-    return {_GPUS: gpus[(first + index) % len(gpus)]}
+    first = 0 if shares else process_rank().local_size  # ranks have the GPUs before that index
+    return {_GPUS: gpus[(first + index) % len(gpus)]}  # in turn, where there are too few
 
 
 def main() -> None:
@@ -127,5 +127,7 @@ def make_hosted(setup: dict[str, Any]) -> dict[str, Engine]:
     torch.set_num_threads(setup["threads"])
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     specs = {name: spec for name, spec in engine_specs(config, setup["paths"]).items() if name in setup["engines"]}
-    # Version -1: the models are those that the run began with, and newer weights come before the first request.
-    return make_each(specs, torch.device(setup["device"]), Version(-1, -1), bool(config.draft), ExitStack())
+    # Version -1: the models are those that the run began with, and newer weights come before the first request. Nothing
+    # closes the engines, which end with their process, so the ExitStack is dropped.
+    version, drafts = Version(policy=-1, rollout_model=-1), bool(config.draft)
+    return make_each(specs, torch.device(setup["device"]), version, drafts, undo=ExitStack())

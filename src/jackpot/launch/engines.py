@@ -108,7 +108,7 @@ def make_each(
     """
     engines: dict[str, Engine] = {}
     for name, spec in specs.items():
-        drafter = engines.get("engine") if drafts else None
+        drafter = engines.get("engine") if drafts else None  # None for `engine` itself, which is made first
         engines[name] = make_engine(spec.settings, spec.path, device, version, drafter, spec.rows)
         undo.callback(engines[name].close)
     return engines

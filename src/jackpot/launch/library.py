@@ -42,7 +42,7 @@ class SavedRun:
 
     @property
     def policy(self) -> str:
-        """Return the `save_pretrained` folder of the best policy, or that of the newest checkpoint if none is the best.
+        """Return the `save_pretrained` folder of the best policy, or without one, that of the newest checkpoint.
 
         Raises:
             CheckpointError: no checkpoint has been written yet, or all are corrupt.

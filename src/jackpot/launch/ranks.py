@@ -166,9 +166,9 @@ def _rendezvous(process: ProcessRank) -> dist.Store:
     Rank 0 listens at that address alone; torch would listen on every interface.
     """
     if process.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(dist.rendezvous("env://"))[0]
+        return next(dist.rendezvous("env://"))[0]  # the first of (store, rank, number of ranks)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]  # IPv4 or IPv6
     with socket.create_server((address, port), family=family) as server:
         return dist.TCPStore(address, port, process.size, is_master=True, master_listen_fd=server.detach())
 

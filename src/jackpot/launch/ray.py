@@ -94,7 +94,7 @@ class RankActor:
         _enter(folder)
         try:
             return "done", function(*arguments)
-        except JackpotError as error:
+        except JackpotError as error:  # the error's own class, or its nearest base class in `core.errors`
             return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__), str(error)
 
 
@@ -282,9 +282,10 @@ def train_on_ray(
     lines = _Lines(run / "metrics.jsonl", on_metrics)
 
     with _cluster(config) as ray, StopSignal() as stop:
-        config = place_engines(config, config.placement.ranks, _has_gpus(ray, config))
+        config = place_engines(config, config.placement.ranks, on_gpu=_has_gpus(ray, config))
         group = _placement_group(ray, config)
         engines = _start_engines(ray, config, group, make)  # the actors live for as long as this name does
+        # For `RankActor.work`: the driver's folder, the function to call there, and the function's two arguments.
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
 
         restarts = config.placement.restarts
@@ -345,6 +346,7 @@ def _cluster(config: Config) -> Iterator[Any]:
     if address:
         ray.init(**options)
     else:
+        # A CPU for each actor; engine processes whose number is not decided yet are at most as many as the ranks.
         count = config.placement.ranks + (config.placement.engine_processes or config.placement.ranks)
         ray.init("local", num_cpus=count, include_dashboard=False, **options)
 
@@ -364,7 +366,7 @@ def _placement_group(ray: Any, config: Config) -> Any:
     gpu = {"GPU": 1} if _has_gpus(ray, config) else {}
     tenants = Counter(bundles(config))  # number of actors in each bundle
 
-    bundle = {"CPU": max(tenants.values())} | gpu
+    bundle = {"CPU": max(tenants.values())} | gpu  # the largest bundle, for the message
     group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")
     if not group.wait(placement.timeout):
         raise ConfigError(
@@ -438,7 +440,7 @@ class _RankGroup:
         ray = self._ray
         try:
             spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in self._actors])]
-            calls = {
+            calls = {  # the rank of each call, by Ray's reference to the call
                 actor.work.remote(environment, *task): rank
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments(spots), strict=True))
             }

@@ -16,7 +16,7 @@ class ForwardCost:
     per_pair: int  # FLOPs of one query with one key, over all layers and heads
 
     def sequence(self, tokens: int) -> int:
-        """Return the FLOPs of a causal sequence: the same in one pass as token by token with a cache."""
+        """Return the FLOPs of reading a causal sequence: the same in one pass as token by token with a cache."""
         return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) // 2)
 
 

@@ -95,7 +95,8 @@ def response_values(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         input_ids=torch.where(mask, ids, 0), attention_mask=mask, position_ids=position_ids(mask), use_cache=False
     )
 
-    # The state of a token is that of the position before it, as in `predicting_hidden`.
+    # The state of a token is that of the position before it, as in `predicting_hidden`: take the last T + 1 positions
+    # without the last one.
     values = output.logits[:, -batch.response_ids.shape[1] - 1 : -1, 0]
     return values.flatten().index_select(0, batch.response_index)
 
@@ -118,7 +119,7 @@ def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
             packed=AttentionPlan(row, module.config),
         )
 
-    return output[0].squeeze(0)
+    return output[0].squeeze(0)  # without the batch dimension
 
 
 def predicting_hidden(
@@ -136,7 +137,7 @@ def predicting_hidden(
     with the same result up to rounding as if it were read with each response.
 
     Args:
-        prompt_ids, prompt_mask: [U, P], padded on the left; the mask is False on padding.
+        prompt_ids, prompt_mask: [U, P], U distinct prompts, padded on the left; the mask is False on padding.
         prompt_index: [B], the row of the prompt of each response.
         response_ids, response_mask: [B, T], padded on the right. Both masks are None where nothing is padded.
 
@@ -162,7 +163,7 @@ def predicting_hidden(
     cache = DynamicCache()
     first = _states(model, prompts, prompt_mask, cache)[prompt_index, -1:]  # [B, 1, H], predicts the first token
 
-    if not inputs.shape[1]:
+    if not inputs.shape[1]:  # there is one response token, or none, so the prompts' states are all that is needed
         return first[:, : response_ids.shape[1]]
     cache.reorder_cache(prompt_index)  # pyright: ignore[reportArgumentType] (any int64 tensor); carries gradient
     return torch.cat([first, _states(model, inputs, mask, cache)], dim=1)
@@ -173,7 +174,7 @@ def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Dyn
     output = backbone(model)(
         input_ids=ids,
         attention_mask=mask,
-        position_ids=None if mask is None else position_ids(mask)[:, -ids.shape[1] :],
+        position_ids=None if mask is None else position_ids(mask)[:, -ids.shape[1] :],  # of `ids`, which stand last
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -190,7 +191,7 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
         getattr(text, "attention_chunk_size", None)
     )
     is_plain = {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
-    return is_plain and not is_chunked and len(layers) == text.num_hidden_layers
+    return is_plain and not is_chunked and len(layers) == text.num_hidden_layers  # fewer where layers share keys
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -211,6 +212,7 @@ def _passes_options_on(layer_class: type[nn.Module]) -> bool:
     parameters = inspect.signature(function).parameters
     # The name of the parameter **options, if there is one, and all names that the bytecode of the forward reads.
     options = {name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
+    # (`argrepr` has the one or two names that an instruction reads.)
     names_in_code = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
 
     # A layer without a cache has no attention.
@@ -239,7 +241,7 @@ def _is_length_free(model: PreTrainedModel) -> bool:
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
     return (
         not any(rope.get("rope_type") in _ROPES_BY_LENGTH for rope in ropes)
-        and not getattr(model, "_is_stateful", False)
+        and not getattr(model, "_is_stateful", False)  # a model with a state beside keys and values
         and keeps_plain_keys(model.config)
     )
 
@@ -342,9 +344,9 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only the input of every layer, and recompute its activations in backward.
 
-    The switch of transformers works in training mode only, which also turns dropout on. Here the model stays in eval
-    mode, and the second pass is bit-equal to the first. The switch is still set, so that `is_gradient_checkpointing` is
-    True.
+    `gradient_checkpointing_enable` of transformers works in training mode only, which also turns dropout on. Here the
+    model stays in eval mode, and the second pass is bit-equal to the first. The method is still called, so that
+    `is_gradient_checkpointing` is True.
 
     Raises:
         ModelError: the model has no layers that transformers can checkpoint.

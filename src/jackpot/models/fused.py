@@ -83,10 +83,10 @@ class RMSNorm(torch.autograd.Function):
 
         for run in _runs(len(rows), CHUNK // rows.shape[1]):
             normed, wide_grads = rows[run] * scale[run], grads[run].to(_WIDE)  # n and g
-            products = wide_grads * normed
+            products = wide_grads * normed  # g n
             grad_weight += products.sum(0)
 
-            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]
+            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]  # -mean(g w n)
             # Where nothing is rounded at the end, the gradient is computed in the memory of the result.
             scaled = torch.mul(wide_grads, wide, out=grad_x[run] if grad_x.dtype == _WIDE else None)
             scaled.addcmul_(normed, negative_means).mul_(scale[run])
@@ -193,10 +193,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def fuse(model: PreTrainedModel) -> int:
     """Replace the forward of a model's known modules by functions of fewer passes, in place; return how many modules.
 
-    Written with an operator for each arithmetic step, as in transformers, every step reads and writes all tokens. Each
-    function here is a single `torch.autograd.Function` with its gradient in closed form, without a second derivative.
-    It goes over the tokens in runs that stay in the cache, and keeps little more for backward than the products around
-    it: for an RMSNorm its input, for a gated MLP the two products before the gate.
+    In transformers every arithmetic step is an operator that reads and writes all tokens. Each function here is one
+    `torch.autograd.Function` with its gradient in closed form, without a second derivative. It goes over the tokens in
+    runs that stay in the processor's cache, and keeps little for backward: an RMSNorm its input, a gated MLP the two
+    matrix products before the gate.
 
     The modules keep their classes, parameters and names, and their former forward for what the functions cannot
     compute, such as a layer with an adapter. A known module has the attributes of a kind that is fused here, and its
@@ -226,6 +226,7 @@ def _norm(module: nn.Module) -> Forward | None:
 
     forward = partial(_run_norm, module, module.forward)
     inputs = _random_inputs(4, len(module.get_parameter("weight")))
+    # `TOLERANCES` has every dtype of inputs that `RMSNorm` takes.
     agrees = all(_agree(module.forward, forward, [inputs.to(dtype)], module) for dtype in TOLERANCES)
     return forward if agrees else None
 
@@ -241,7 +242,7 @@ def _mlp(module: nn.Module) -> Forward | None:
     """Return a faster forward of a gated MLP; None for other modules."""
     linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
     is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and linears.keys() == _GATED
-    if not (is_known and _takes_one(module)) or len(list(module.parameters())) != 3:
+    if not (is_known and _takes_one(module)) or len(list(module.parameters())) != 3:  # three matrices without biases
         return None
 
     forward = partial(_run_mlp, module, module.forward)
@@ -255,7 +256,7 @@ def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
     if type(last) is not nn.Linear or last.weight.dtype != _WIDE:  # it has an adapter or another dtype
         return own_forward(x)
     gate, up = module.get_submodule("gate_proj")(x), module.get_submodule("up_proj")(x)
-    if gate.dtype != up.dtype:
+    if gate.dtype != up.dtype:  # `GatedProduct` takes one dtype for both
         return last(module.get_submodule("act_fn")(gate) * up)
     return GatedProduct.apply(gate, up, last.weight)
 
@@ -287,7 +288,8 @@ def _rotates_alike(own_rotation: Forward) -> bool:
     """Tell whether a model's own rotation computes what `_rotate` does."""
     if list(inspect.signature(own_rotation).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return False
-    queries, keys = _random_inputs(2, 3, 4, 6), _random_inputs(2, 1, 4, 6)
+    queries, keys = _random_inputs(2, 3, 4, 6), _random_inputs(2, 1, 4, 6)  # [B, heads, S, D], 3 heads and 1
+    # cos and sin; the same shape gives the same random numbers, so 1 is added to make the two differ.
     angles = [_random_inputs(2, 4, 6), _random_inputs(2, 4, 6) + 1.0]
     try:
         return _agree(
@@ -304,7 +306,7 @@ def _rotate(
     is_known = all(tensor.dtype == _WIDE and tensor.shape[-1] == cos.shape[-1] for tensor in (q, k, cos))
     if options or not is_known:
         return own_rotation(q, k, cos, sin, **options)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [B, S, D] -> [B, 1, S, D], for all heads
     return Rotation.apply(q, cos, sin), Rotation.apply(k, cos, sin)
 
 
@@ -319,7 +321,7 @@ def _random_inputs(*shape: int) -> Tensor:
 def _agree(own_forward: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
     """Tell whether two functions have the same outputs, and the same gradients of inputs and of a module's weights."""
     weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
-    if any(weight.is_meta for weight in weights):
+    if any(weight.is_meta for weight in weights):  # there are no numbers to compare
         return True
 
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]

@@ -124,7 +124,7 @@ def shard(models: Mapping[str, PreTrainedModel], mesh: DeviceMesh, offload: bool
     for module in root.modules():
         if isinstance(module, FSDPModule):  # the settings of a module do not hold for those inside of it
             module.set_gradient_divide_factor(1.0)  # gradients are numerators, which add up over ranks
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by 1
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows sums, not sums that are divided
 
     for name, model in models.items():
         if lost := ties_before[name] - _ties(model):
@@ -167,7 +167,8 @@ def gather(
 def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
     """Gather tensors on a rank in one message of bytes, each shard padded to the length of the first rank's shard."""
     ranks = dist.get_world_size()
-    # Bytes of the first rank's shard of each tensor: FSDP cuts a tensor's rows evenly, and rounds up.
+    # Bytes of the first rank's shard of each tensor, rows times bytes per row: FSDP cuts a tensor's rows evenly, and
+    # rounds up, as -(-a // b) does.
     lengths = [-(-len(tensor) // ranks) * tensor.nbytes // len(tensor) for _, tensor in bucket]
     shards = [local(tensor).contiguous().flatten().view(torch.uint8) for _, tensor in bucket]
     message = torch.zeros(sum(lengths), dtype=torch.uint8, device=shards[0].device)
@@ -187,7 +188,10 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
 
 
 def _read_into_memory(module: nn.Module) -> None:
-    """Cast all weights of a module that are not sharded yet to float32, in place; FSDP copies this rank's part."""
+    """Cast the weights of a module to float32, in place, but those that are sharded already.
+
+    The cast reads weights of another dtype from their files. FSDP then copies this rank's part of each weight.
+    """
     for weight in module.parameters():
         if not is_sharded(weight):
             weight.data = weight.data.float()

@@ -54,7 +54,8 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         """Sum products [N, M] over tokens and states, each state weighted by its squared advantage."""
         return Sum((squared_advantages * products.sum(-1)).sum())
 
-    # The names S_ff, S_ft, S_tt and c = S_ft / S_tt are those of docs/replay.md.
+    # The names S_ff, S_ft, S_tt and c = S_ft / S_tt are those of docs/replay.md. f and p_new are the tokens' weights in
+    # the corrected and in the exact gradient; "drift" sums how far f is from p_new scaled to the same sum F_s.
     return {
         "state": Mean.of(of_state, everywhere),
         "state square": Mean.of(second.sum(-1), everywhere),
@@ -82,17 +83,21 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     if "state" not in sums:
         return {}
 
-    # docs/replay.md derives the formulas below.
+    # docs/replay.md has the formulas below. `estimator` (S_ff) stands for the squared size of the corrected gradient,
+    # `exact` (S_tt) for that of the exact one, `product` (S_ft) for their inner product. `noise` is the variance of the
+    # first, `ideal_noise` that of the second; `drift` is the squared distance of f from F_s p_new (`state_sums`).
+    # Means over states: `weight` of F_s, `square` of the sum of p_inf E F^2, `variation` of F_s times total variation.
     weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
     estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
     noise, ideal_noise, drift = (sums[name].value for name in ("noise", "ideal noise", "drift"))
+    scale = product / exact  # c, the corrected gradient's size along the exact one: what a learning rate can offset
 
     return {
         "exact_effective": float(weight.value.square() / square.value),
         "tv_after_correction": float(variation.total / weight.total),
         "bias": float((1.0 - product.square() / (estimator * exact)).clamp(min=0.0).sqrt()),
-        "variance": float(noise / (product / exact).square() / ideal_noise),
-        "drift": float((drift * exact).sqrt() / product),
+        "variance": float(noise / scale.square() / ideal_noise),
+        "drift": float((drift * exact).sqrt() / product),  # sqrt(drift) / (c sqrt(exact))
         "state_spread": float(weight.variance.sqrt() / weight.value),
     }
 

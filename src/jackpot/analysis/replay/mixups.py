@@ -22,13 +22,14 @@ UNRELATED_CORRELATION = 0.1  # correlation below which two columns have nothing 
 RELIABLE_PROBABILITIES = (0.02, 0.98)  # probabilities between which log-odds are reliable
 LEAST_QUOTIENT = 1.15  # least quotient of the higher over the lower temperature that is reported
 LEAST_LINEARITY = 0.85  # least correlation of two columns of log-odds that may be one model's at two temperatures
-LEAST_EXPLAINED = 0.4  # least share of the variance of the difference of log-odds that the slope explains
+# The least share of the variance of the difference of two columns of log-odds that must vanish when one of them is
+# multiplied by the quotient of the two temperatures.
+LEAST_EXPLAINED = 0.4
 SURE_ERRORS = 4.0  # standard errors below 0 from which on a mean is negative, and not by chance
 LIKELY_ERRORS = 3.0  # standard errors from 0 beyond which the sign of a mean says which of two columns is wrong
 LEAST_KL = 0.005  # nats; a negative mean that is closer to 0 may be rounding
-LEAST_ROUNDED = (
-    0.99  # least share of log-probs on the grid of a number format in a column that was rounded to the format
-)
+# The least share of a column's log-probs below 0 that a number format holds exactly, if the column was rounded to it.
+LEAST_ROUNDED = 0.99
 GRIDS = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # formats of rounded log-probs, the coarser first
 
 
@@ -136,7 +137,8 @@ class ColumnPairs:
         if not self._one_model or len(engine) < LEAST_TOKENS:
             return None
 
-        # The variance that the slope leaves unexplained, as a share; it is the same if the columns are exchanged.
+        # The variance of engine - slope * policy, as a share of that of engine - policy. It is divided by the slope, so
+        # that the share is the same if the columns are exchanged.
         slope = float(engine.std() / policy.std())
         unexplained = float((engine - slope * policy).var() / (slope * (engine - policy).var()).clamp(min=1e-12))
         is_linear = _correlation(engine, policy) >= LEAST_LINEARITY and unexplained <= 1.0 - LEAST_EXPLAINED
@@ -184,11 +186,13 @@ def _rounding_text(name: str, column: Tensor) -> str:
         return ""
 
     for grid, dtype in GRIDS.items():
-        if values.to(dtype).double().eq(values).double().mean() >= LEAST_ROUNDED:
-            # Rounding to a grid of spacing u changes a log-prob by u / 4 on average; half of that is total variation.
-            # The spacing at a value is eps times the greatest power of 2 that is not above the value's size.
-            spacing = torch.finfo(dtype).eps * (2.0 ** (values.frexp().exponent - 1)).sum() / len(column)
-            variation = float(spacing) / 8.0
+        is_on_grid = values.to(dtype).double() == values
+        if is_on_grid.double().mean() >= LEAST_ROUNDED:
+            # The grid's spacing at a value is eps times the greatest power of 2 that is not above the value's size.
+            spacings = torch.finfo(dtype).eps * 2.0 ** (values.frexp().exponent - 1)
+            # Rounding to a spacing u changes a log-prob by u / 4 on average, and a log-prob of 0, which is not among
+            # `values`, not at all. Half of the mean change over the column is total variation.
+            variation = float(spacings.sum()) / len(column) / 8.0
             return f"{name} is rounded to {grid}, which alone makes {variation:.2%} total variation"
     return ""
 

@@ -67,7 +67,7 @@ def replay(
         temperature = config.sampling.temperature if config else 1.0
     scorer = PolicyScorer(resolve_model_path(model), temperature) if model else None
     reading = _Reading(dump, files, config, needs_policy=scorer is None)
-    pairs = _column_pairs(dump, config, scorer)
+    pairs = _column_pairs(dump, config, scorer)  # finds mix-ups between the engine's and the policy's log-probs
 
     for responses in response_batches(reading.responses(every)):
         batch = scorer.score(responses) if scorer else responses
@@ -98,7 +98,7 @@ def replay(
         left_out=(*sums.left_out, *reading.left_out, *no_cost_advice),
         unreadable=reading.unreadable,
         problems=reading.problems,
-        answer=sums.advice(weights, costs, _COPIED if is_copied else pairs.mixup, pairs.rounding),
+        answer=sums.advice(weights, costs, problem=_COPIED if is_copied else pairs.mixup, rounding=pairs.rounding),
     )
 
 

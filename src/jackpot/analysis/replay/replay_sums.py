@@ -80,13 +80,13 @@ class ReplaySums:
         by_tokens: dict[int, list[str]] = {}  # number of tokens -> labels of the corrections replayed on as many
         for correction in self.corrections:
             if correction.tokens < self.tokens:
-                by_tokens.setdefault(correction.tokens, []).append(correction.setting.label)
+                labels_by_tokens.setdefault(correction.tokens, []).append(correction.setting.label)
 
         return [
             *(f"{', '.join(labels)}: {why}" for why, labels in self._left_out.items()),
             *(
                 f"{', '.join(some)}: replayed on only {tokens:,} of {self.tokens:,} tokens, so the rule leaves them out"
-                for tokens, some in by_tokens.items()
+                for tokens, some in labels_by_tokens.items()
             ),
         ]
 
@@ -107,7 +107,7 @@ class ReplaySums:
 
         Args:
             weights: text that says whose weights generated and scored the tokens.
-            costs: costs of a token of the rollout model; None: not known.
+            costs: costs of a token for the rollout model, as shares of those for the policy; None: not known.
             problem: reason against any recommendation, found before the numbers are looked at.
             rounding: text that says which log-probs are rounded, and what that adds to the total variation; "": none.
         """
@@ -125,6 +125,7 @@ class ReplaySums:
             for correction in self.corrections
             if correction.tokens == self.tokens
         ]
+        # For `not_finite`: one sum over all numbers of a correction, which is finite only if all of them are.
         totals = {candidate.label: float(candidate.groups.sum()) for candidate in candidates if candidate.advisable}
         problem = problem or not_finite(self.run, totals) or why_not(self.run)
         advice = judge(candidates, self._measured_on(weights, candidates), costs, problem)
@@ -156,7 +157,7 @@ class ReplaySums:
         return self._prompts % GROUPS
 
     def _add(self, batch: ResponseBatch, groups: Tensor) -> None:
-        """Add a batch to all sums; `groups` [B] has the index of each response's group of prompts."""
+        """Add a batch to all sums; `groups` [B] has, for each response, the index that `_group` gives its prompt."""
         has_signs = all(response.advantages is not None for response in batch.responses)
         if not has_signs:
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
@@ -171,9 +172,9 @@ class ReplaySums:
         bands = bands_of(batch, states)
         log_ratio = torch.where(batch.mask, batch.new - batch.rollout, 0.0)
         ratio, prefixes = log_ratio.exp(), prefix_ratio(log_ratio)
-        overlap = acceptance(batch.rollout, batch.new, 1.0)
+        overlap = acceptance(batch.rollout, batch.new, lam=1.0)
         if states:
-            overlap = overlap.masked_scatter(states.at, exact_z(states.rollout, states.new, 1.0))
+            overlap = overlap.masked_scatter(states.at, exact_z(states.rollout, states.new, lam=1.0))
 
         for correction in self._corrections:
             setting = correction.setting
@@ -181,15 +182,18 @@ class ReplaySums:
             if inputs is None:
                 continue
 
-            # The correction's factors on sampled tokens, replaced by sums over the vocabulary where they are known.
+            # Estimate the correction's effect from its factors F on the sampled tokens. Where whole distributions are
+            # known (`states`), sums over the vocabulary replace these estimates.
             totals = measured(setting.objective.correction, inputs)
-            sampled = factors(setting, inputs, batch.new, batch.advantages if has_signs else None, totals)
+            advantages = batch.advantages if has_signs else None
+            sampled = factors(setting, inputs, batch.new, advantages, totals)
             columns = SampledColumns.of(sampled, ratio, batch.mask)
             sums = correction_sums(sampled, columns.wrong, batch.mask, bands)
             if states and (values := _state_values(setting, states, totals)):
                 sums |= state_sums(values, states)
                 columns = columns.with_exact_sums(values, states.at)
 
+            # Sums for the tables, and sums for the advice rule, which are added up by group of prompts.
             correction.sums = add_sums(correction.sums, sums)
             of_responses = rule_columns(columns, sampled.scale, prefixes, overlap, batch.mask)
             correction.groups = correction.groups.index_add(0, groups, of_responses)
@@ -226,7 +230,7 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     """
     if setting.name in (*OBRS_PARTS, *WHOLE_RESPONSE):
         return False
-    if setting.name in ("none", "is"):
+    if setting.name in ("none", "is"):  # toward the updated policy never, even if the policy has been updated
         return setting.objective.proximal != "new"
 
     # By default dppo and ipo target the updated policy, so they have no equal that targets the old one.
@@ -244,15 +248,15 @@ def _state_values(setting: CorrectionSetting, states: StateDistributions, totals
     if setting.weighs_whole_responses or (states.old is None and reads_old):
         return None
 
-    # If Z or p_old is not known, this correction does not read it, and any value serves.
+    # Ones stand for a Z, and p_new for a p_old, that is not known: this correction does not read it.
     z = states.z(objective.correction.lam, objective.target)
     z = torch.ones_like(states.new[:, 0]) if z is None else z
     old = states.new if states.old is None else states.old
 
     everywhere = torch.ones_like(states.new, dtype=torch.bool)
     z_of_tokens = known_z(z.unsqueeze(-1).expand_as(states.new))
-    inputs = inputs_of(setting, states.rollout, old, states.new, everywhere, z_of_tokens)
-    return state_values(factors(setting, inputs, states.new, None, totals), states)
+    inputs = inputs_of(setting, states.rollout, old, states.new, mask=everywhere, z=z_of_tokens)
+    return state_values(factors(setting, inputs, states.new, advantages=None, totals=totals), states)
 
 
 _NO_LISTS = (

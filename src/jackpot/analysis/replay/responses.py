@@ -61,7 +61,8 @@ def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedRespo
     """Make a `SavedResponse` from a record of a file, and check the values.
 
     Args:
-        record: columns by the names of `SavedResponse`, each a list or tensor; `advantages` may be one number.
+        record: columns by the names of `SavedResponse`, each a list or tensor; `advantages` may be one number. Only
+            `token_ids` and `rollout_log_probs` must be there.
         where: file of the response, for messages.
         index: index of the response in its file, for the uid if the record has none.
 
@@ -77,6 +78,7 @@ def response_of(record: Mapping[str, Any], where: str, index: int) -> SavedRespo
             name: _column(present[name], len(ids)) if name in present else None
             for name in ("old_log_probs", "log_probs", "advantages")
         }
+        # Top-k lists of both models: token ids and log-probs.
         lists = {name: _lists(record.get(name), are_ids=name.endswith("ids")) for name in _LISTS}
         mask = _flags(present["sampled_mask"]) if "sampled_mask" in present else torch.ones(len(ids), dtype=torch.bool)
         prompt_ids = _ids(present["prompt_ids"]) if "prompt_ids" in present else None
@@ -160,7 +162,7 @@ def _check_values(
         if name in columns and not sampled.isfinite().all():
             value = sampled[~sampled.isfinite()][0]
             raise DamagedRecord(f"{where}: {name} has {value:g} at a sampled token. {_ADVICE}")
-        if name.endswith("log_probs") and sampled.gt(1e-3).any():
+        if name.endswith("log_probs") and sampled.gt(1e-3).any():  # up to 1e-3 above 0 may be rounding
             raise DamagedRecord(f"{where}: {name} has {sampled.max():.4g}; {_above_0(sampled)}")
         if name == "rollout_log_probs" and sampled.exp().eq(0.0).any():
             raise DamagedRecord(
@@ -194,8 +196,8 @@ def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -
         if (probs.sum(-1) > 1.0 + _ROUNDING).any():
             raise DamagedRecord(f"{where}: {model}_top_log_probs hold {probs.sum(-1).max():.4g} of all probability")
         # Sorted ids show a repeated one beside itself; entries of probability 0 get distinct negative ids.
-        possible = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
-        if (possible[:, 1:] == possible[:, :-1]).any():
+        sorted_ids = torch.where(probs > 0.0, ids[mask], -1 - torch.arange(ids.shape[1])).sort(-1).values
+        if (sorted_ids[:, 1:] == sorted_ids[:, :-1]).any():
             raise DamagedRecord(f"{where}: {model}_top_ids name a token twice; pad a list with log-probs of -inf")
 
 

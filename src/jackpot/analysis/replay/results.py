@@ -81,7 +81,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
     sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
 
-    # Quantiles are rounded: a histogram's bins near 0 are millionths wide, and the lowest weight, e^-40, stands for 0.
+    # Quantiles are rounded, as a histogram's bins near 0 are millionths wide, and a weight of 0 is counted as e^-40.
     p1, p50, p99 = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
     # The names of these sums are those of bands after `rejected`, as `correction_sums` writes them.
     rejected = {name.removeprefix("rejected "): Mean.named(sums, name) for name in sums if name.startswith("rejected ")}
@@ -98,7 +98,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         weight_p50=p50,
         weight_p99=p99,
         weight_max=float(sums["weight_max"].value),
-        # The sums of F and F^2 over n tokens: (E F)^2 / E F^2 = (sum F)^2 / (n sum F^2).
+        # F is the factor on a token's gradient; from its sums over n tokens, (E F)^2 / E F^2 = (sum F)^2 / (n sum F^2).
         effective=float(factor.total.square() / (Mean.named(sums, "square").total * factor.count)),
         sampled_tv_after_correction=replayed.sampled_tv_after_correction,
         states=known_states(sums),
@@ -139,7 +139,7 @@ def dump_findings(result: ReplayResult) -> dict[str, str]:
             "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"
         )
 
-    # Names and total variations of the first and of the last file.
+    # (name, total variation) of the first and of the last file.
     (first, before), (last, after) = result.ends[0], result.ends[-1]
     if after > max(NOTABLE_GAP, LEAST_GROWTH * before):
         grown = f"from {before:.2%} in {first} to {after:.2%} in {last}"

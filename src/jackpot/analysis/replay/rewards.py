@@ -59,7 +59,7 @@ def score_again(path: Path) -> list[RewardAgain]:
                 reward = score.reward
                 if overlong:
                     length, limit = len(row["token_ids"]), config.sampling.max_new_tokens
-                    reward += overlong_penalty(length, limit, overlong.len, overlong.penalty_factor)
+                    reward += overlong_penalty(length, limit, buffer=overlong.len, penalty=overlong.penalty_factor)
                 rewards.append(RewardAgain(uid=row["uid"], saved=row["reward"], now=reward))
     return rewards
 

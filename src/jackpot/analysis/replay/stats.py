@@ -39,15 +39,16 @@ class EndGaps:
         self._ends: list[tuple[str, Mean]] = []  # (name, mean total variation) of the first and the last file
 
     def add(self, responses: Sequence[SavedResponse]) -> None:
-        """Add the next responses to the means; the responses of each file must come together, and files in order."""
+        """Add the next responses to the means of their files; the responses of each file must come together."""
         for response in responses:
             _, new = response.policy_log_probs
-            gap = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, 1.0), response.sampled_mask)
-            last_file, last_mean = self._ends[-1] if self._ends else (None, gap)
+            # The response's total variation between rollout model and updated policy, estimated from sampled tokens.
+            variation = Mean.of(1.0 - acceptance(response.rollout_log_probs, new, lam=1.0), response.sampled_mask)
+            last_file, last_mean = self._ends[-1] if self._ends else (None, variation)  # None equals no file
             if last_file == response.where:
-                self._ends[-1] = (response.where, last_mean + gap)
+                self._ends[-1] = (response.where, last_mean + variation)
             else:  # the response is the first of its file: keep the first file of all, and this one
-                self._ends = [*self._ends[:1], (response.where, gap)]
+                self._ends = [*self._ends[:1], (response.where, variation)]
 
     @property
     def gaps(self) -> tuple[tuple[str, float], ...]:
@@ -85,6 +86,7 @@ class SampledColumns(NamedTuple):
             values: exact sums in N states.
             at: [B, T] bool, True at the N tokens.
         """
+        # The mean of F over all tokens that may follow is F_s, and replaces both columns of E F at the sampled token.
         exact = SampledColumns(
             factor=values.of_state, square=values.second.sum(-1), wrong=values.variation, trained=values.of_state
         )
@@ -119,6 +121,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
         mask: [B, T] bool, True at sampled tokens.
         bands: [B, T] masks of bands by name, for the rejected share in each band.
     """
+    # Columns whose means over the sampled tokens are taken; F is the correction's factor on a token's gradient.
     means = {
         "weight_mean": factors.weight,
         "factor": factors.mean,
@@ -151,7 +154,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     log_ratio = torch.where(mask, batch.new - batch.rollout, 0.0)
     ratio = log_ratio.exp()
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
-    accepted = acceptance(batch.rollout, batch.new, 1.0)
+    accepted = acceptance(batch.rollout, batch.new, lam=1.0)  # 1 less its mean is the total variation
 
     # Of the three total variations, the first is that between rollout model and updated policy, the second that between
     # rollout model and old policy, and the third that between the two policies. The two maxima are of differences of
@@ -159,7 +162,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     sums = mismatch(log_ratio, mask) | {
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),
-        "total_variation_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, 1.0), mask),
+        "total_variation_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, lam=1.0), mask),
         "total_variation_stale": Mean.of((ratio - old_ratio).abs() / 2.0, mask),
         "policy_max": Max.of(torch.maximum((batch.new - batch.rollout).abs(), (batch.old - batch.rollout).abs()), mask),
         "stale_max": Max.of((batch.new - batch.old).abs(), mask),
@@ -176,7 +179,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     }
 
     if states is not None:
-        z = exact_z(states.rollout, states.new, 1.0)
+        z = exact_z(states.rollout, states.new, lam=1.0)
         # The policy's probability of tokens that the rollout model never samples.
         unreachable = torch.where(states.rollout.isneginf(), states.new.exp(), 0.0).sum(-1)
         everywhere = torch.ones_like(z, dtype=torch.bool)

@@ -119,7 +119,7 @@ class PairBench:
         self.prompts: list[Prompt] = PromptStream(self._task, split, seed).next(prompts)
 
     def measure(self, rollout_model: str) -> Candidate:
-        """Measure the policy and a rollout model on the responses of the rollout model.
+        """Measure how well policy and rollout model answer, and how far both are apart on the rollout model's answers.
 
         Args:
             rollout_model: path of the rollout model.
@@ -211,7 +211,7 @@ def simulate_candidates(
     if len(set(candidates)) < len(candidates):
         raise ConfigError(f"--rollout-model names a path twice: {', '.join(candidates)}; give each candidate once")
 
-    bench = PairBench(config, config.policy.path, candidates, prompts, seed, listen=listen)
+    bench = PairBench(config, config.policy.path, candidates, prompts=prompts, seed=seed, listen=listen)
     return [bench.measure(path) for path in candidates]
 
 
@@ -255,8 +255,8 @@ def saved_responses(
                 "token_ids": rollout.token_ids[rollout.sampled_mask],
                 **saved,
             },
-            where,
-            index,
+            where=where,
+            index=index,
         )
         for index, (rollout, saved) in enumerate(zip(rollouts, of_each, strict=True))
         if counts[index]  # a response without a sampled token is left out

@@ -44,7 +44,7 @@ class StatePairs:
 
     @property
     def rho(self) -> Tensor:
-        """Return p_target / p_inf, [N, V]: inf where only the rollout model gives a token 0, NaN where both do."""
+        """Return p_target / p_inf, [N, V]: inf where only p_inf is 0, NaN where both are."""
         return (self.target - self.rollout).exp()
 
 
@@ -60,7 +60,7 @@ class StateNumbers:
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
-    """Return KL(first || second) of log-probs [..., V] as [...], nats; inf where only the second gives a token 0."""
+    """Return KL(first || second) of log-probs [..., V] as [...], nats; inf where only the second excludes a token."""
     return torch.where(first > -torch.inf, first.exp() * (first - second), 0.0).sum(-1)
 
 

@@ -65,7 +65,7 @@ def _batch(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
         raise DamagedRecord("it holds no batch of SkyRL")
 
-    padding = int((state.get("metadata") or {}).get("pad_size") or 0)
+    padding = int((state.get("metadata") or {}).get("pad_size") or 0)  # responses that fill up the end of the batch
     columns = {
         name: _tensor(value)
         for name, value in state["batch_dict"].items()
