@@ -49,6 +49,7 @@ def target_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict
     for name in target_modules:
         if name not in valid:
             raise ModelError(unknown_name(f"target module of {class_name}", name, valid))
+    # Layers that `target_modules` names by the last part of their name; all layers if it has ALL_LINEAR.
     return {name: layer for name, layer in layers.items() if {ALL_LINEAR, _leaf(name)} & set(target_modules)}
 
 
@@ -110,7 +111,7 @@ def merged_weights(
     deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
 
     def stored() -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight; where it has an adapter, also the adapter's matrices A and B, under the weight's name."""
+        """Yield each weight by name; after a weight with an adapter, A and B too, all three under that one name."""
         for name, parameter in _base_parameters(model):
             if layer := deltas.get(name):
                 matrix_a, matrix_b = _factors(layer)
@@ -147,7 +148,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     state = {
         _plain(name): merged.get(first_names[id(tensor)]) if id(tensor) in first_names else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)
+        if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)  # _END: of an adapter's tensors
     }
     state = {name: tensor for name, tensor in state.items() if tensor is not None}  # None: in another part
 
@@ -241,6 +242,7 @@ def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], p
         for path in config_folder.iterdir():
             path.rename(folder / path.name)
         config_folder.rmdir()
+    # As `save_pretrained` does: a tied weight once, under the names of the files and not of transformers' modules.
     renamed_state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
     return write_part(part.path(folder, "model"), renamed_state)
 

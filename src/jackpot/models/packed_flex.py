@@ -103,6 +103,7 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
     device = torch.device("cuda")
     try:
+        # A trial of forward and backward, which compiles both, on one sequence of two blocks.
         mask = block_mask(_row(2 * BLOCK, device), None)
         with torch.enable_grad():  # backward is compiled too
             query, key, value = (

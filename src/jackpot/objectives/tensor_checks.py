@@ -106,8 +106,10 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
-        # `_pending` holds at most one pair: signs of an earlier call, and an event that tells if they have arrived.
-        arrived = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
+        # `_pending` holds at most one pair: the signs of an earlier call, on their way to the CPU, and the event of
+        # their arrival. Signs that have arrived are reported now; then this call's signs are sent in turn.
+        has_arrived = any(event.query() for _, event in _pending)
+        arrived = _pending.pop()[0] if has_arrived else {}
         if not _pending:
             copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
             _pending.append((copied, torch.cuda.current_stream().record_event()))

@@ -91,7 +91,7 @@ def scaled_operands(a: Quantized, b: Quantized) -> dict[str, Any]:
     """
     recipes = torch.nn.functional.ScalingType
     a_codes, b_codes = padded(a.codes, 4, BLOCK).contiguous(), padded(b.codes, 16, BLOCK).contiguous()
-    by_blocks = b.grid.rows == BLOCK
+    by_blocks = b.grid.rows == BLOCK  # else each row of B has scales of its own
     b_scales = padded(b.scales, 1, 4).contiguous() if by_blocks else _by_column(b.scales, len(b_codes))
     return {
         "mat_a": a_codes,

@@ -57,7 +57,7 @@ class EngineHost:
         """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`."""
         try:
             return pack(self._do(unpack(message)))
-        except MessageError as error:
+        except MessageError as error:  # damaged on its way, so it may be sent again: `HostPeer` raises PeerLost
             return pack({"lost": str(error)})
         except JackpotError as error:
             return pack({"refused": str(error)})
@@ -367,6 +367,7 @@ class EnginePool:
 
         The call returns once the engine sleeps in every host that is not lost; lost hosts start again at an update.
         """
+        # A record of the sleep takes the place of the weights, whose memory is freed.
         asleep = SentWeights(
             name=f"{name} asleep {next(self._weight_numbers)}", version=self.pool.newest[name].version, memory=None
         )
