@@ -318,6 +318,7 @@ def _check_finite(path: str | Path, model: PreTrainedModel) -> None:
     """Raise ModelError for weights that are NaN, infinite or beyond LARGEST_WEIGHT; reads every weight once."""
     weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.numel()}
     largest = torch.stack([torch.stack(weight.aminmax()).double().abs().amax() for weight in weights.values()]).tolist()
+    # `not <=` and not `>`, so that NaN is bad too.
     if bad := [(name, value) for name, value in zip(weights, largest, strict=True) if not value <= LARGEST_WEIGHT]:
         name, value = bad[0]
         raise ModelError(

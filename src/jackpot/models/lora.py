@@ -108,12 +108,13 @@ def merged_weights(
             weight keeps its dtype.
         rank_of: as in `gather`; the same rank for all tensors of one name.
     """
-    deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
+    # The layers with an adapter, by the names of their weights.
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
 
     def stored() -> Iterator[tuple[str, Tensor]]:
         """Yield each weight by name; after a weight with an adapter, A and B too, all three under that one name."""
         for name, parameter in _base_parameters(model):
-            if layer := deltas.get(name):
+            if layer := adapted.get(name):
                 matrix_a, matrix_b = _factors(layer)
                 yield from ((name, parameter), (name, matrix_a.detach()), (name, matrix_b.detach()))
             else:
@@ -123,7 +124,7 @@ def merged_weights(
     for name, group in groupby(gather(stored(), rank_of), key=itemgetter(0)):
         weight, *factors = (tensor for _, tensor in group)
         if factors:
-            weight = (weight + _delta(deltas[name], *factors)).to(dtype or weight.dtype)
+            weight = (weight + _delta(adapted[name], *factors)).to(dtype or weight.dtype)
         yield _plain(name), weight
 
 
@@ -138,7 +139,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     if not adapter and not any(map(is_sharded, model.parameters())):
         return partial(_write_whole, model, folder, None)
 
-    base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
+    base_digest = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
     # The first name of each parameter; in the state of the model, a tied weight has further names.
@@ -158,7 +159,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
         files = _write_whole(model, folder, state) if is_whole else _write_one(model, folder, state, part)
         if adapter and part.number == 0:
             model.peft_config["default"].save_pretrained(folder / "adapter")
-            save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
+            save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base_digest})
         return files
 
     return write

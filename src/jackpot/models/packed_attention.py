@@ -224,6 +224,7 @@ def _by_sequence(
 
     The last query of a sequence is aligned with its last key.
     """
+    # Sequence by sequence: each has its own copy of a prompt that several responses share.
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
     tokens_before = -1 if window is None else window - 1  # keys that a query sees to its left; -1: all
     return kernel(

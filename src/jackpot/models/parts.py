@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
     A part has whole tensors, dealt out such that all parts have about the same size. So a model folder in parts is like
     the folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the
-    rank that writes a tensor gathers the tensor (`models.gathered.gather`). A single process writes a single part, without
-    a number in its name.
+    rank that writes a tensor gathers the tensor (`models.gathered.gather`). A single process writes a single part,
+    without a number in its name.
     """
 
     number: int  # from 0; the rank that writes the part

@@ -290,7 +290,7 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
         target_top_ids=policy.top_ids,
         target_top_log_probs=policy.top_log_probs,
         fill_ins=joint.fill_ins,  # the rollout model's log-probs, in training, at the policy's top-k ids
-        fill_valid=current,  # where these are also the sampler's
+        fill_valid=current,  # where these are also log p_inf, those of the engine that sampled
         lam=lam,
     )
 

@@ -134,7 +134,7 @@ def topk_z(
         upper=upper,
         rollout_mass=rollout_mass,
         target_mass=target_mass,
-        union=fill_valid.to(known.dtype),
+        union=fill_valid.to(known.dtype),  # 1 where the known tokens are the top k of both models
     )
 
 

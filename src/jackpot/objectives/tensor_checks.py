@@ -46,7 +46,7 @@ def check_tensors(mask: object, tensors: Mapping[str, object]) -> None:
         )
 
     for name, tensor in tensors.items():
-        if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):
+        if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):  # the others may be left out
             continue
 
         if not isinstance(tensor, Tensor) or tensor.shape != mask.shape:
@@ -166,7 +166,7 @@ def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> 
         / usable[..., at_rollout].sum()
         for at_policy, at_rollout in ((every, every), (after_first, before_last), (before_last, after_first))
     )
-    agreement = torch.maximum(*shifted)
+    agreement = torch.maximum(*shifted)  # the better of the two shifts
     return {"shifted_logits": (agreement > 0.5) & (unshifted < 0.5 * agreement) & (usable.sum() >= _LEAST)}
 
 

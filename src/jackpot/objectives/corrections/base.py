@@ -117,6 +117,7 @@ class Correction:
             kappas: None where the weights do not contain kappa.
         """
         mask = inputs.response_mask
+        # A product with `ones` broadcasts to [B, T]; `never` is False everywhere.
         ones, never = torch.ones_like(inputs.rollout_log_probs), torch.zeros_like(mask)
         accepted = ones if accepted is None else accepted.to(ones.dtype)
         kappas = kappas or no_kappa(ones.device)

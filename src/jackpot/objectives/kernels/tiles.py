@@ -216,7 +216,7 @@ class HeadGrads:
         """Allocate the gradients that are needed.
 
         Args:
-            needed: whether the gradient of each of the three tensors is needed.
+            needed: whether the gradients of hidden states, weight and bias are needed.
         """
         self._operands, self._tensors = operands, tensors
         hidden, weight, bias = (tensor if need else None for tensor, need in zip(tensors, needed, strict=True))

@@ -68,7 +68,8 @@ class EngineHost:
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         """Do what the entry `do` of a message says, and return the content of the answer.
 
-        A message to generate or score has, under `held`, the names of the weights that the engines must have.
+        That is to report the engines ("hello"), or to have one take new weights, sleep, generate or score. A message to
+        generate or score has, under `held`, the names of the weights that the engines must have.
         """
         if message["do"] == "hello":
             described = {name: _describe(engine) for name, engine in self._engines.items()}
@@ -466,7 +467,7 @@ class PooledEngine(BackgroundEngine):
             "samplings": [sampling.model_dump() for sampling in samplings],
             "requests": rows,
         }
-        return PeerRequest(message, lambda answer: _parse_generated(chunk, answer))
+        return PeerRequest(message=message, parse=lambda answer: _parse_generated(chunk, answer))
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         self._check_awake()
@@ -474,7 +475,7 @@ class PooledEngine(BackgroundEngine):
         message = {"do": "score", "engine": self._name, "temperature": temperature}
         # A request for each chunk of rollouts; errors name a request by the uid of its first rollout.
         requests = [
-            (chunk[0].uid, PeerRequest(message | {"rollouts": list(chunk)}, itemgetter("log_probs")))
+            (chunk[0].uid, PeerRequest(message=message | {"rollouts": list(chunk)}, parse=itemgetter("log_probs")))
             for chunk in _chunks(rollouts, self._pool.chunk)
         ]
         return list(chain.from_iterable(self._pool.pool.results(requests)))
