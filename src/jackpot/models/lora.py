@@ -140,6 +140,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
         return partial(_write_whole, model, folder, None)
 
     base_digest = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
+    # On the CPU: the adapter's tensors, and the merged weights that are dealt out to this part.
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
     # The first name of each parameter; in the state of the model, a tied weight has further names.

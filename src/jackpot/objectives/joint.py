@@ -199,7 +199,8 @@ def token_scores(
     # The policy stands for the rollout model where there is none, and for p_inf at the tokens that it sampled itself.
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
-        joint = _with_own_z(joint, at(batch.by_policy[:, None].expand_as(batch.response_mask)), lam)
+        by_policy = batch.by_policy[:, None].expand_as(batch.response_mask)  # [B, T], of each token
+        joint = _with_own_z(joint, at(by_policy), lam)
 
     z = NORMALIZERS[normalizer](joint, at(batch.top_ids), at(batch.top_log_probs), at(rollout_weights_are_current), lam)
     nothing = torch.zeros_like(joint.policy.log_probs.detach())  # [N]

@@ -181,7 +181,7 @@ def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tenso
 def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     """Return the sum of the sequences' mean losses, and the number of sequences: GRPO, arXiv 2402.03300.
 
-    A mean is over the counted tokens; a sequence without counted tokens is left out of both.
+    A mean is the sum of losses by the number of counted tokens; a sequence without any is left out of both.
     """
     counts = counted.sum(-1)
     present = counts > 0

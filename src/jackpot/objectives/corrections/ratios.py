@@ -21,7 +21,7 @@ def none(rollout_log_probs: Tensor) -> Weighed:
     of tokens which are never sampled, so entropy and policy can collapse.
 
     With `proximal: rollout` PPO's own ratio is p_new / p_inf and its clip is the correction (Yao et al. 2025, there
-    named PPO-IS; Colossal-AI). Unbiased inside the clip. A token outside of the clip, on the side where the advantage
+    named PPO-IS; Colossal-AI). It is unbiased inside the clip. A token outside of it, on the side where the advantage
     would push it further, loses its gradient, whether updates moved its ratio there or the mismatch did. So a large
     mismatch uses up the trust region.
     """

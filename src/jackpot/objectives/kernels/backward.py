@@ -117,7 +117,7 @@ def backward_tiles(
                 i: TileGradient(coefficients=head_coefficients.at(rows), out=heads[i].gradient_tile(logits[i]))
                 for i, head_coefficients in trained.items()
             }
-            reader.differentiate(
+            reader.differentiate(  # fills the memory in `gradients`
                 list(logits.values()),
                 [logsumexps[i][rows] for i in heads_read],
                 [gradients.get(i) for i in heads_read],

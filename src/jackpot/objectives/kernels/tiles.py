@@ -137,7 +137,7 @@ class HeadOperands:
 
     def tile(self, rows: slice) -> Tile:
         """Form the logits of the positions `rows` and the selected tokens, or return the logits that forward kept."""
-        key = rows.start, self._columns.start
+        key = rows.start, self._columns.start  # the tile's first position and first token
         known_logits = None if self._kept_tiles is None else self._kept_tiles.get(key)
         logits = self._products(rows) if known_logits is None else known_logits
         if self._kept_tiles is not None:

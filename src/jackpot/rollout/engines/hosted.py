@@ -201,8 +201,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # A lost host, unless it can be reached and only lost its weights, is closed while engines sleep, and counts as
-        # restarted.
+        # While engines sleep, a lost host is closed and counts as restarted, unless it can still be reached and lost no
+        # more than its weights (PeerRestarted).
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -358,7 +358,8 @@ class EnginePool:
         """
         check_weights(weights, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(weights)
-        sent = self._share(name, weights, version, None if as_codes else self._dtypes[name])
+        dtype = None if as_codes else self._dtypes[name]  # None: codes and scales keep their dtypes
+        sent = self._share(name, weights, version, dtype)
         self.pool.update(NewestWeights({**self.pool.newest, name: sent}))
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
