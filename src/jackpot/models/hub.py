@@ -57,7 +57,8 @@ def check_found(paths: Mapping[str, str], needs_files: bool = True) -> None:
 
         if not needs_files or Path(source).is_dir():
             continue
-        if not isinstance(try_to_load_from_cache(source, "config.json"), str) and not hub_answers():
+        is_cached = isinstance(try_to_load_from_cache(source, "config.json"), str)  # the path of a downloaded file
+        if not is_cached and not hub_answers():
             raise ModelError(
                 f"{name}: there is no folder {path} here, nothing of that name was downloaded, and the hub "
                 f"({constants.ENDPOINT}) does not answer{REMEDIES.get(source, '')}. {ADVICE}"

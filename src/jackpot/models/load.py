@@ -62,7 +62,7 @@ def load_model(path: str | Path, dtype: torch.dtype, device: str | torch.device 
 
     Raises:
         ModelError: no such folder, no config.json, damaged, missing or unknown weights, weights that are not finite or
-            huge, not a causal language model, or a model that computes more than its output layer (`check_head`).
+            huge, not a causal language model, or logits that are more than the output layer's product (`check_head`).
     """
     stage(f"loading the model {path}")
     model, info = _from_pretrained(AutoModelForCausalLM, path, dtype, device)
@@ -138,12 +138,12 @@ def _from_pretrained(
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     _check_named_files(path)
-    if device is None and (in_files := _in_files(cls, path, dtype, **options)):
+    if device is None and (in_files := _in_files(cls, path, dtype, **options)):  # the caller wants weights in files
         return in_files
 
     model, info = _read(cls, path, dtype, **options)
     model.to(device or "cpu")  # pyright: ignore[reportArgumentType] (transformers wraps `to` as if it were no method)
-    return _aligned(model).eval(), info
+    return _aligned(model).eval(), info  # `_aligned` makes results independent of where weights lie in memory
 
 
 def _check_named_files(path: str | Path) -> None:
@@ -208,10 +208,10 @@ def _is_inside(name: Any) -> bool:
 
 
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
-    """Do what `_read` does, with weights that are views of their files; None where names or dtypes do not allow it.
+    """Load a model as `_read` does, but leave its weights in their files; None where names or dtypes do not allow it.
 
     transformers gets a single number, expanded to the shape of each weight, in place of the weights, and makes the rest
-    of the model as from a folder.
+    of the model as from a folder. Then each weight becomes a view of its file.
     """
     source = resolve_path(path)
     try:
@@ -234,6 +234,8 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
     except _LOADING_ERRORS:
         return None  # `_read` raises the error, or loads the model in its way
 
+    # A view serves only where the file has the parameter under the same name and in a dtype that needs only a cast; a
+    # buffer from the file would now hold the number above.
     parameters = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
     is_plain = parameters.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in parameters)
     if not is_plain or any(name in weights for name, _ in model.named_buffers()):
@@ -316,6 +318,7 @@ def _check_finite(path: str | Path, model: PreTrainedModel) -> None:
     """Raise ModelError for weights that are NaN, infinite or beyond LARGEST_WEIGHT; reads every weight once."""
     weights = {name: weight.detach() for name, weight in model.named_parameters() if weight.numel()}
     largest = torch.stack([torch.stack(weight.aminmax()).double().abs().amax() for weight in weights.values()]).tolist()
+    # `not <=` and not `>`, so that NaN is bad too.
     if bad := [(name, value) for name, value in zip(weights, largest, strict=True) if not value <= LARGEST_WEIGHT]:
         name, value = bad[0]
         raise ModelError(
@@ -361,7 +364,7 @@ def load_meta_model(path: str | Path) -> PreTrainedModel:
 
 
 def _add_generation_config(model: PreTrainedModel, source: str) -> None:
-    """Read generation_config.json as transformers does when it loads a folder."""
+    """Set `model.generation_config` from generation_config.json, as transformers does when it loads a folder."""
     try:
         model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
     except OSError:
@@ -454,7 +457,7 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _place(path: str | Path, source: str, error: Exception) -> str:
-    """Describe where a library looked for a model, with the class and the first line of the library's error."""
+    """Return a text for errors: where a library looked for a model, and class and first line of the library's error."""
     where = f"{path}" if Path(source).is_dir() else f"the hub (there is no folder {path} here)"
     return f"{where}: {type(error).__name__}: {first_line(error).rstrip('.')}{REMEDIES.get(source, '')}"
 

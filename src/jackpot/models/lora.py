@@ -49,6 +49,7 @@ def target_layers(model: PreTrainedModel, target_modules: Sequence[str]) -> dict
     for name in target_modules:
         if name not in valid:
             raise ModelError(unknown_name(f"target module of {class_name}", name, valid))
+    # Layers that `target_modules` names by the last part of their name; all layers if it has ALL_LINEAR.
     return {name: layer for name, layer in layers.items() if {ALL_LINEAR, _leaf(name)} & set(target_modules)}
 
 
@@ -107,12 +108,13 @@ def merged_weights(
             weight keeps its dtype.
         rank_of: as in `gather`; the same rank for all tensors of one name.
     """
-    deltas = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
+    # The layers with an adapter, by the names of their weights.
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
 
     def stored() -> Iterator[tuple[str, Tensor]]:
-        """Yield each weight; where it has an adapter, also the adapter's matrices A and B, under the weight's name."""
+        """Yield each weight by name; after a weight with an adapter, A and B too, all three under that one name."""
         for name, parameter in _base_parameters(model):
-            if layer := deltas.get(name):
+            if layer := adapted.get(name):
                 matrix_a, matrix_b = _factors(layer)
                 yield from ((name, parameter), (name, matrix_a.detach()), (name, matrix_b.detach()))
             else:
@@ -122,7 +124,7 @@ def merged_weights(
     for name, group in groupby(gather(stored(), rank_of), key=itemgetter(0)):
         weight, *factors = (tensor for _, tensor in group)
         if factors:
-            weight = (weight + _delta(deltas[name], *factors)).to(dtype or weight.dtype)
+            weight = (weight + _delta(adapted[name], *factors)).to(dtype or weight.dtype)
         yield _plain(name), weight
 
 
@@ -137,7 +139,8 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     if not adapter and not any(map(is_sharded, model.parameters())):
         return partial(_write_whole, model, folder, None)
 
-    base = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
+    base_digest = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
+    # On the CPU: the adapter's tensors, and the merged weights that are dealt out to this part.
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
     # The first name of each parameter; in the state of the model, a tied weight has further names.
@@ -147,7 +150,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     state = {
         _plain(name): merged.get(first_names[id(tensor)]) if id(tensor) in first_names else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)
+        if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)  # _END: of an adapter's tensors
     }
     state = {name: tensor for name, tensor in state.items() if tensor is not None}  # None: in another part
 
@@ -157,7 +160,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
         files = _write_whole(model, folder, state) if is_whole else _write_one(model, folder, state, part)
         if adapter and part.number == 0:
             model.peft_config["default"].save_pretrained(folder / "adapter")
-            save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base})
+            save_file(adapter, folder / "adapter" / _FILE, metadata={"format": "pt", _BASE: base_digest})
         return files
 
     return write
@@ -241,6 +244,7 @@ def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], p
         for path in config_folder.iterdir():
             path.rename(folder / path.name)
         config_folder.rmdir()
+    # As `save_pretrained` does: a tied weight once, under the names of the files and not of transformers' modules.
     renamed_state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
     return write_part(part.path(folder, "model"), renamed_state)
 

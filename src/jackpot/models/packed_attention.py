@@ -65,7 +65,7 @@ class AttentionPlan:
         """Return for every block of the row the mask that is added to attention scores, [1 or sequences, 1, queries,
         keys], or None for plain causal attention. Masks are made once for all layers."""
         if (window, dtype) not in self._masks:
-            # For each block, the last key that each of its queries sees.
+            # For each block, the last key that each of its queries sees, once for each different mask of the block.
             last_keys = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
             self._masks[window, dtype] = [
                 None
@@ -129,11 +129,12 @@ def packed_attention(
     Raises:
         ModelError: the model asks for more than is computed here, such as a soft cap, or does not pass the plan on.
     """
-    unknown = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
-    unknown += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
-    if packed is None or unknown or not getattr(module, "is_causal", True):
-        misplaced = "is not causal, or is not given the arguments of the model"
-        reason = f"takes {', '.join(unknown)}" if unknown else misplaced
+    # What the model asks of its attention and this function does not compute.
+    unsupported = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
+    unsupported += ["an attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if packed is None or unsupported or not getattr(module, "is_causal", True):
+        other_reason = "is not causal, or is not given the arguments of the model"
+        reason = f"takes {', '.join(unsupported)}" if unsupported else other_reason
         raise ModelError(f"the attention of {type(module).__name__} {reason}, so it cannot read rows without padding")
 
     window = packed.window(module.layer_idx, sliding_window)
@@ -223,6 +224,7 @@ def _by_sequence(
 
     The last query of a sequence is aligned with its last key.
     """
+    # Sequence by sequence: each has its own copy of a prompt that several responses share.
     keys, values = (states.index_select(0, row.sequence_keys) for states in (key, value))
     tokens_before = -1 if window is None else window - 1  # keys that a query sees to its left; -1: all
     return kernel(

@@ -76,9 +76,9 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
 
 
 def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the True entries in each row of a mask [n, n], [1, 1, n], and list their columns, [1, 1, n, n].
+    """Return how many True entries each row of a mask [n, n] has, as [1, 1, n], and which columns, as [1, 1, n, n].
 
-    A row's list begins with the columns of its True entries; the other columns follow.
+    A row's list of columns begins with those of its True entries; the other columns follow.
     """
     columns = mask.int().argsort(dim=1, descending=True, stable=True)
     return mask.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]
@@ -103,6 +103,7 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
     device = torch.device("cuda")
     try:
+        # A trial of forward and backward, which compiles both, on one sequence of two blocks.
         mask = block_mask(_row(2 * BLOCK, device), None)
         with torch.enable_grad():  # backward is compiled too
             query, key, value = (

@@ -192,7 +192,7 @@ def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[
 
     # A group: the sequences of one length, rounded up to a multiple of `step`. A block is one or more whole groups.
     # `starts` and `ends` say where each group stands in `ordered`.
-    step = -(-ordered[-1].num_queries // MAX_LENGTHS)
+    step = -(-ordered[-1].num_queries // MAX_LENGTHS)  # -(-a // b) is a / b rounded up
     ends = [
         place + 1
         for place, sequence in enumerate(ordered)
@@ -207,10 +207,11 @@ def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[
     best: list[tuple[int, int]] = [(0, 0)]
     for last, end in enumerate(ends):
         width, depth = ordered[end - 1].num_queries, 0  # most queries and keys of a block from group `first` to `last`
-        options: list[tuple[int, int]] = []
+        options: list[tuple[int, int]] = []  # (cost, first) of each solution whose last block begins at `first`
         for first in range(last, -1, -1):
             depth = max(depth, most_keys[first])
-            options.append((best[first][0] + (end - starts[first]) * width * depth + BLOCK_COST, first))
+            block_cost = (end - starts[first]) * width * depth + BLOCK_COST
+            options.append((best[first][0] + block_cost, first))
         best.append(min(options))
 
     blocks, num_groups = [], len(ends)  # from the last block to the first; groups that are in no block yet

@@ -19,10 +19,10 @@ from torch import Tensor
 class Part(NamedTuple):
     """One of the parts of a model or checkpoint.
 
-    A part has whole tensors, dealt out such that all parts are about as large. So a model folder in parts is like the
-    folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the rank
-    that writes a tensor gathers the tensor (`models.gathered.gather`). A single process writes a single part, without
-    a number in its name.
+    A part has whole tensors, dealt out such that all parts have about the same size. So a model folder in parts is like
+    the folder that `save_pretrained` writes of a large model, and transformers, vLLM and others can read it. Only the
+    rank that writes a tensor gathers the tensor (`models.gathered.gather`). A single process writes a single part,
+    without a number in its name.
     """
 
     number: int  # from 0; the rank that writes the part
@@ -73,7 +73,7 @@ def read_parts(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def write_index(folder: Path, paths: Sequence[Path]) -> None:
-    """Write the index of a model folder in parts, which says in which of the files `paths` each weight is."""
+    """Write a model folder's index, which says for each weight in which of the files `paths`, the parts, it is."""
     files: dict[str, str] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:

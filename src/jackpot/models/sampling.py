@@ -90,7 +90,7 @@ def log_probs_at(logits: Tensor, ids: Tensor, *, temperature: float, top_k: int,
         logits: [N, V] float32.
         ids: [N, G] int64.
     """
-    scores = _scores(logits, temperature, top_k, top_p)
+    scores = _scores(logits, temperature, top_k, top_p)  # log-probs up to a constant in each row, [N, V]
     highest = scores.amax(dim=-1, keepdim=True)
     totals = (scores - highest).exp_().sum(dim=-1, dtype=torch.float64)
     return _normalized(scores.gather(1, ids), highest, totals)

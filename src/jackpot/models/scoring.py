@@ -41,7 +41,8 @@ def forward_responses(
     prompt_ids, prompt_mask = pad_tokens(distinct, "left", model.device)
     ids, mask = pad_tokens(responses, "right", model.device)
     prompt_index = upload(torch.tensor(index), model.device)
-    return ResponseForward(predicting_hidden(model, prompt_ids, prompt_mask, prompt_index, ids, mask), ids, mask)
+    hidden = predicting_hidden(model, prompt_ids, prompt_mask, prompt_index, ids, mask)
+    return ResponseForward(hidden=hidden, token_ids=ids, mask=mask)
 
 
 def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ResponseForward:
@@ -81,15 +82,14 @@ def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling
     ids = token_lists.flatten(0, 1).index_select(0, present)  # [N, 1 + K]
     hidden = token_hidden(model, batch, present)
     log_probs = token_log_probs(model, hidden, ids, sampling.temperature, sampling.top_k, sampling.top_p)
-    return (
-        log_probs.new_zeros(token_lists.flatten(0, 1).shape).index_copy(0, present, log_probs).view(token_lists.shape)
-    )
+    of_all = log_probs.new_zeros(token_lists.flatten(0, 1).shape)  # [B * T, 1 + K], 0 where padded
+    return of_all.index_copy(0, present, log_probs).view(token_lists.shape)
 
 
 def exact_log_probs(
     model: PreTrainedModel, temperature: float, hidden: Tensor, *columns: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield log-probs of the whole vocabulary, [n, V] float64, of n positions at a time, then each of `columns` there.
+    """Yield for n positions at a time the log-probs of all tokens, [n, V] float64, and their part of `columns`.
 
     The softmax of the float32 logits is taken in float64, so that its rounding does not show in divergences.
 
@@ -102,7 +102,7 @@ def exact_log_probs(
 
 
 def logit_chunks(model: PreTrainedModel, hidden: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield logits before the temperature, [n, V] float32, of n positions at a time, then each of `columns` there.
+    """Yield for n positions at a time their logits before the temperature, [n, V] float32, and their part of `columns`.
 
     Args:
         hidden: [N, H].

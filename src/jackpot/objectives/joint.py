@@ -1,4 +1,4 @@
-"""The joint objective of eq. 8 on one micro-batch.
+"""The joint objective of policy and rollout model on one micro-batch: eq. 8 of Jackpot, arXiv 2602.06107.
 
     L(theta, omega) = L_PPO-OBRS(theta) + ppo_weight L_PPO(omega) + distill_weight L_distill(omega)
 
@@ -35,7 +35,7 @@ class PolicyObjective:
 
         - accept_mask * weights * surrogate + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy
 
-    The two regularizers act on all response tokens and share the surrogate's denominator.
+    The two regularizers, KL and entropy, act on all response tokens and share the surrogate's denominator.
     """
 
     correction: CorrectionFn
@@ -68,8 +68,8 @@ class PolicyObjective:
 class RolloutModelObjective:
     """The rollout model's objective, eqs. 6 and 7, with its coefficients.
 
-    The target of its correction is the rollout model itself, as training scores it. So the correction is for the
-    difference between training and engine: for the ratio of the model's probabilities there, p_omega,ref / p_inf.
+    The target of its correction is the rollout model itself, as training scores it. So the correction is only for the
+    difference between training and engine: for the ratio of the model's probability in training to that in the engine.
     """
 
     correction: CorrectionFn
@@ -114,7 +114,10 @@ class OldLogProbs:
 
     @classmethod
     def of(cls, scores: TokenScores) -> "OldLogProbs":
-        """Take log-probs and Z, detached, from a forward pass; they are the old ones if no update came before."""
+        """Take log-probs and Z, detached, from a forward pass with the weights of the time.
+
+        These are the old ones only if the batch has had no update yet.
+        """
         return cls(
             old_log_probs=scores.log_probs.detach(),
             rollout_model_old_log_probs=scores.rollout_model_log_probs.detach(),
@@ -161,7 +164,7 @@ class JointLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyReport:
-    """The metrics and the trace of the policy's loss and its correction on one micro-batch."""
+    """The metrics of the policy's loss and its correction on one micro-batch, and a trace: tensors of single tokens."""
 
     metrics: Sums  # `policy/loss` holds the denominator as its count
     trace: dict[str, Tensor]  # [B, T], detached, for saved rollouts
@@ -191,15 +194,16 @@ def token_scores(
     Raises:
         ValueError: normalizer "exact", but the joint head was not given `lam`.
     """
-    spread, at = batch.spread, batch.at_sampled  # [N] -> [B, T] and back
+    spread, at = batch.spread, batch.at_sampled  # functions that turn [N] into [B, T], and back
 
     # The policy stands for the rollout model where there is none, and for p_inf at the tokens that it sampled itself.
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
-        joint = _with_own_z(joint, at(batch.by_policy[:, None].expand_as(batch.response_mask)), lam)
+        by_policy = batch.by_policy[:, None].expand_as(batch.response_mask)  # [B, T], of each token
+        joint = _with_own_z(joint, at(by_policy), lam)
 
     z = NORMALIZERS[normalizer](joint, at(batch.top_ids), at(batch.top_log_probs), at(rollout_weights_are_current), lam)
-    nothing = torch.zeros_like(joint.policy.log_probs.detach())
+    nothing = torch.zeros_like(joint.policy.log_probs.detach())  # [N]
 
     def spread_or_0(values: Tensor | None) -> Tensor:
         """Arrange values [N] as [B, T]; return zeros for None."""
@@ -214,7 +218,7 @@ def token_scores(
         distill_kl=spread_or_0(distill(joint) if distill else None),
         kl_policy_rollout=spread_or_0(joint.forward_kl).detach(),
         kl_rollout_policy=spread_or_0(joint.reverse_kl).detach(),
-        z=obrs.ZEstimate(*map(spread, z)),
+        z=obrs.ZEstimate(*map(spread, z)),  # the estimate and its bounds, field by field
         policy_top_ids=spread(joint.policy.top_ids),
         policy_top_log_probs=spread(joint.policy.top_log_probs),
     )
@@ -287,7 +291,7 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
         target_top_ids=policy.top_ids,
         target_top_log_probs=policy.top_log_probs,
         fill_ins=joint.fill_ins,  # the rollout model's log-probs, in training, at the policy's top-k ids
-        fill_valid=current,  # where these are also the sampler's
+        fill_valid=current,  # where these are also log p_inf, those of the engine that sampled
         lam=lam,
     )
 
@@ -331,7 +335,7 @@ COUNTS: dict[str, Callable[[Correction, Tensor], Tensor]] = {
 
 
 def references(old: Tensor, current: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """Return log-probs [B, T], detached, by the names that the settings `target` and `proximal` choose from."""
+    """Return the log-probs that the settings `target` and `proximal` choose from, by name, detached: [B, T] each."""
     return {"old": old, "new": current.detach(), "rollout": rollout}
 
 
@@ -341,11 +345,11 @@ def measured_inputs(
     """Return the inputs of the policy's correction on a micro-batch, and the sums that `measured` takes of them.
 
     Args:
-        now: log-probs under the current weights, by `OldLogProbs.of`; `old` where neither target nor proximal point is
-            "new".
+        now: log-probs and Z under the current weights, by `OldLogProbs.of`; it may be `old` itself where neither
+            `objective.target` nor `objective.proximal` is "new".
     """
     by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
-    target = old if objective.target == "old" else now
+    target = old if objective.target == "old" else now  # has the Z of the target, and its lam
 
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
@@ -384,7 +388,10 @@ def policy_terms(
 def policy_loss(
     objective: PolicyObjective, terms: PolicyTerms, correction: Correction, max_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return numerator and denominator of eq. 5 on a micro-batch: scalars, the first with the gradient of `terms`."""
+    """Return numerator and denominator of the policy's loss, eq. 5, on a micro-batch: two scalars.
+
+    A gradient flows from the numerator into `terms`, unless they are detached.
+    """
     losses = terms.regularizer - correction.accept_mask * correction.weights * terms.surrogate
     return objective.aggregate(losses, COUNTS[objective.count](correction, terms.inputs.response_mask), max_length)
 
@@ -436,7 +443,7 @@ def policy_report(
     """Measure the policy's loss and the correction on a micro-batch.
 
     Args:
-        terms: detached.
+        terms: terms of the loss, without a gradient (`PolicyTerms.detach`).
         correction: the result of applying the policy's correction to `terms.inputs` and `totals`.
         totals, max_length: as in `joint_loss`.
     """
@@ -471,8 +478,8 @@ def rollout_model_loss(
         of both.
     """
     if objective is None:
-        nothing = scores.log_probs.new_zeros(())
-        return nothing, nothing, {}
+        zero = scores.log_probs.new_zeros(())
+        return zero, zero, {}
 
     mask, log_probs = batch.response_mask, scores.rollout_model_log_probs
     by_name = references(old.rollout_model_old_log_probs, log_probs, batch.rollout_log_probs)

@@ -68,6 +68,7 @@ def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     verl's `gspo` is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). `clipped` is True
     where the clip removes the gradient: on all tokens of a response or on none.
     """
+    # s_t: the mean over a response's tokens gives the value, a ratio that is always 1 the gradient of log p_new.
     ratio = _mean((log_probs - proximal).detach(), mask).exp() * _unit_ratio(log_probs)
     return Surrogate(_clipped(ratio, advantages, low, high), _is_clipped(ratio, advantages, low, high))
 
@@ -178,7 +179,10 @@ def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tenso
 
 
 def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of sequences' mean losses, and the number of sequences that count: GRPO, arXiv 2402.03300."""
+    """Return the sum of the sequences' mean losses, and the number of sequences: GRPO, arXiv 2402.03300.
+
+    A mean is the sum of losses by the number of counted tokens; a sequence without any is left out of both.
+    """
     counts = counted.sum(-1)
     present = counts > 0
     return torch.where(present, losses.sum(-1) / torch.where(present, counts, 1.0), 0.0).sum(), present.sum()
@@ -204,7 +208,8 @@ DISTILLATIONS: dict[str, Distillation] = {
 
 
 def k2(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
-    """Return (log p - log p_reference)^2 / 2; over tokens sampled from p, its mean gradient is that of the KL."""
+    """Return (log p - log p_reference)^2 / 2; over tokens sampled from p, its mean gradient is that of
+    KL(p || p_reference)."""
     return 0.5 * (log_probs - reference_log_probs).square()
 
 

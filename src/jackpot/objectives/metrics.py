@@ -18,7 +18,7 @@ ROUNDING = 1e-6  # rounding error of Z in float32
 
 
 def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -> Sums:
-    """Measure how far p_old, the policy that received the batch, is from p_inf on the sampled tokens.
+    """Measure how far p_old, the policy before its first update on the batch, is from p_inf on the sampled tokens.
 
     Args:
         log_ratio: [B, T] log p_old / p_inf of sampled tokens, 0 where masked.
@@ -126,7 +126,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
         has_z: whether Z is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
-    ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask
+    ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask  # factor: on each token's loss
     per_token = {
         "mismatch/ratio": ratio,
         "mismatch/kl_k1": -log_ratio,
@@ -147,7 +147,10 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
 
 def _kappa_error(totals: Sums) -> Tensor | float:
-    """Return the standard error of kappa, sum of acceptances a over sum of Z, from each a - Z; 0 without totals."""
+    """Return the standard error of kappa = sum a / sum Z over a step's tokens, with a their acceptances.
+
+    It is sqrt(sum (a - Z)^2) / sum Z. Without totals there is no kappa to estimate: it is 0.
+    """
     if not totals:
         return 0.0
     gaps, z = Mean.named(totals, "obrs/acceptance_minus_z"), Mean.named(totals, "obrs/z")
@@ -178,6 +181,9 @@ def lag(batch: TokenBatch, version: Version) -> Sums:
 
 
 def _position_masks(mask: Tensor, prefix: str = "") -> dict[str, Tensor]:
-    """Return the part of `mask` [B, T] in each band of positions, by name, as `_at_4-15`; tools' tokens count too."""
+    """Return the part of `mask` [B, T] in each band of positions, by the end of a metric's name, such as `_at_4-15`.
+
+    Positions count all tokens of a response from its start, those that tools wrote too.
+    """
     position = torch.arange(mask.shape[1], device=mask.device)
     return {f"{prefix}_at_{name}": mask & here for name, here in band_masks(position, POSITIONS).items()}

@@ -1,6 +1,7 @@
-"""Optimal budgeted rejection sampling (OBRS) of single tokens. Pure functions of tensors, torch only.
+"""Optimal budgeted rejection sampling (OBRS) of single tokens, as in Jackpot (arXiv 2602.06107, "the paper").
 
-Jackpot, arXiv 2602.06107, sections 3 and 4; the rule is Verine et al. 2024. With rho = p_target(x) / p_inf(x):
+Pure functions of tensors, torch only. The paper's sections 3 and 4; the rule is Verine et al. 2024. With
+rho = p_target(x) / p_inf(x):
 
     acceptance   a(x) = min(1, rho / lam)                       eq. 3; a larger lam rejects more
     kept mass    o(x) = p_inf(x) a(x) = min(p_inf(x), p_target(x) / lam)
@@ -28,7 +29,8 @@ from torch.nn.functional import pad
 def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
     """Return a(x) = min(1, p_target(x) / (lam p_inf(x))), the probability that OBRS accepts a sampled token (eq. 3).
 
-    It is in [0, 1], smaller for a larger lam, and 0 where p_target is 0, also where p_inf is 0 too. Any shape, kept.
+    It is in [0, 1], smaller for a larger lam, and 0 where p_target is 0, also where p_inf is 0 too. The result has the
+    arguments' shape, which may be any.
     """
     ratio = target_log_probs - rollout_log_probs - log_lam(lam)  # NaN where both are -inf
     return torch.where(target_log_probs.isneginf(), 0.0, ratio.clamp(max=0.0).exp())
@@ -53,7 +55,10 @@ def exact_z(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Te
 
 
 def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """Return the log-probs of accepted tokens (eq. 4): [..., V] -> [..., V]; all -inf where none can be accepted."""
+    """Return the log-probs by which accepted tokens are distributed (the paper's eq. 4): [..., V] -> [..., V].
+
+    All are -inf where no token can be accepted.
+    """
     kept = log_kept_mass(rollout_log_probs, target_log_probs, lam)
     return torch.where(kept.isneginf().all(-1, keepdim=True), -torch.inf, torch.log_softmax(kept, dim=-1))
 
@@ -79,7 +84,7 @@ def topk_z(
     fill_valid: Tensor,
     lam: float | Tensor,
 ) -> ZEstimate:
-    """Estimate Z, the expected acceptance, from both models' top-k tokens (section 4.4.1), and bound it both ways.
+    """Estimate Z, the expected acceptance, from both models' top-k tokens, and bound it both ways (section 4.4.1).
 
     S = topk(p_inf); both probabilities of its tokens are known. N = topk(p_target) without S; p_inf of its tokens is
     known only where `fill_valid` is True: there `fill_ins` is their log p_inf, computed again with the weights that
@@ -104,7 +109,8 @@ def topk_z(
     filled = is_new & fill_valid.unsqueeze(-1)
     unknown = is_new & ~fill_valid.unsqueeze(-1)
 
-    # The kept mass of all tokens of which both probabilities are known: the lower bound.
+    # The kept mass, the sum of min(p_inf, p_target / lam), of all tokens whose probabilities are both known: the lower
+    # bound.
     known = log_kept_mass(rollout_top_log_probs, target_at_rollout_top, lam).exp().sum(-1)
     known = known + _masked_mass(log_kept_mass(fill_ins, target_top_log_probs, lam), filled)
 
@@ -128,7 +134,7 @@ def topk_z(
         upper=upper,
         rollout_mass=rollout_mass,
         target_mass=target_mass,
-        union=fill_valid.to(known.dtype),
+        union=fill_valid.to(known.dtype),  # 1 where the known tokens are the top k of both models
     )
 
 
@@ -139,22 +145,22 @@ def known_z(z: Tensor) -> ZEstimate:
 
 
 def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
-    """Return kappa = sum a / sum Z_k over one optimizer step's tokens (section 4.4.2), the factor that corrects Z_k.
+    """Return kappa = sum a / sum Z_k over one optimizer step's tokens, the factor on Z_k (the paper's section 4.4.2).
 
-    a is a token's acceptance, the probability and not the draw: the same expectation with less variance. Z_k is the
-    top-k estimate of Z; kappa corrects the mean of Z_k, not the single Z_k. It is 1 where z_sum is 0: without tokens,
-    or without any overlap, where every weight is 0 whatever kappa is.
+    Z_k is the top-k estimate of Z; kappa corrects the mean of Z_k, not the single Z_k. a is the probability with which
+    a token is accepted, not the 0 or 1 that was drawn: the same expectation with less variance. kappa is 1 where z_sum
+    is 0: without tokens, or without any overlap, where every weight is 0 whatever kappa is.
     """
     return torch.where(z_sum > 0, acceptance_sum / z_sum.clamp(min=torch.finfo(z_sum.dtype).tiny), 1.0)
 
 
 def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: float | Tensor) -> Tensor:
-    """Return Z max(lam, p_target / p_inf), an accepted token's weight before caps (Algorithm 1, line 23). Any shape."""
+    """Return Z max(lam, p_target / p_inf), an accepted token's weight before caps (the paper's Algorithm 1)."""
     return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, _like(log_lam(lam), z))).exp()
 
 
 def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> Tensor:
-    """Return the lam at which Z, the expected acceptance, is `budget` (Theorem 3.4): [..., V] -> [...], float64.
+    """Return the lam at which Z, the expected acceptance, is `budget`, by Theorem 3.4: [..., V] -> [...], float64.
 
     With rho = p_target / p_inf, Z(lam) = P_inf(rho > lam) + P_target(rho <= lam) / lam falls from P_inf(rho > 0) to 0;
     P_inf and P_target are the probabilities of all tokens with such a rho. With the tokens sorted by rho, lam =
@@ -170,7 +176,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
         raise ValueError(f"budget is {budget}; an expected acceptance lies in (0, 1]")
 
     rollout, target = rollout_log_probs.double().exp(), target_log_probs.double().exp()
-    reachable = (rollout * (target > 0)).sum(-1)
+    reachable = (rollout * (target > 0)).sum(-1)  # P_inf(rho > 0), the largest budget of each position
     too_large = (budget > reachable + 1e-12).any()
     why = "of p_inf lies where p_target > 0, and nothing else is ever"
     if reachable.is_cuda:
@@ -228,11 +234,14 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Bound from above the kept mass of the `unknown` tokens, [...], whose p_inf is at most the least of the top k."""
+    """Return an upper bound, [...], of the kept mass of the target's top tokens where `unknown` is True.
+
+    Their p_inf is at most the smallest p_inf above 0 among the rollout model's top tokens.
+    """
     if not rollout_top.shape[-1]:
         return _masked_mass(target_top - log_lam(lam), unknown)
-    kth = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
-    return _masked_mass(log_kept_mass(kth, target_top, lam), unknown)
+    smallest = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
+    return _masked_mass(log_kept_mass(smallest, target_top, lam), unknown)
 
 
 def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def check_tensors(mask: object, tensors: Mapping[str, object]) -> None:
         )
 
     for name, tensor in tensors.items():
-        if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):
+        if tensor is None and name not in ("rollout_log_probs", "target_log_probs"):  # the others may be left out
             continue
 
         if not isinstance(tensor, Tensor) or tensor.shape != mask.shape:
@@ -106,8 +106,10 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
-        # `_pending` holds at most one pair: signs of an earlier call, and an event that tells if they have arrived.
-        arrived = _pending.pop()[0] if _pending and _pending[0][1].query() else {}
+        # `_pending` holds at most one pair: the signs of an earlier call, on their way to the CPU, and the event of
+        # their arrival. Signs that have arrived are reported now; then this call's signs are sent in turn.
+        has_arrived = any(event.query() for _, event in _pending)
+        arrived = _pending.pop()[0] if has_arrived else {}
         if not _pending:
             copied = {name: sign.to("cpu", non_blocking=True) for name, sign in signs.items()}
             _pending.append((copied, torch.cuda.current_stream().record_event()))
@@ -164,7 +166,7 @@ def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> 
         / usable[..., at_rollout].sum()
         for at_policy, at_rollout in ((every, every), (after_first, before_last), (before_last, after_first))
     )
-    agreement = torch.maximum(*shifted)
+    agreement = torch.maximum(*shifted)  # the better of the two shifts
     return {"shifted_logits": (agreement > 0.5) & (unshifted < 0.5 * agreement) & (usable.sum() >= _LEAST)}
 
 

@@ -41,7 +41,8 @@ def quantized_names(model: nn.Module) -> Conversion:
     reasons: dict[str, str | None] = {}  # by parameter, the first reason to keep it; None: it is converted
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")
-        module = modules[path]
+        module, (parent, _, child) = modules[path], path.rpartition(".")
+        # The first condition that holds gives the reason.
         reasons[name] = (
             (parameter.ndim < 2 and "bias or norm")
             or (isinstance(module, nn.Embedding) and "embedding")
@@ -49,7 +50,7 @@ def quantized_names(model: nn.Module) -> Conversion:
             or (module is head and "output layer")
             or (_ROUTER.search(path) and "router")
             or (uses[id(parameter)] > 1 and "shared by several layers")
-            or (_reads_weight(type(modules[path.rpartition(".")[0]]), path.rpartition(".")[2]) and "read by its parent")
+            or (_reads_weight(type(modules[parent]), child) and "read by its parent")
             or None
         )
 
@@ -67,7 +68,7 @@ def _reads_weight(parent: type[nn.Module], child: str) -> bool:
 
 
 def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
-    """Replace the linear layers of `quantized_names` by `QuantizedLinear`s, in place, and return the names.
+    """Replace the linear layers that `quantized_names` finds by `QuantizedLinear`s, in place; return what it found.
 
     Raises:
         ValueError: the model has no linear layer to quantize.
@@ -76,7 +77,7 @@ def quantize_linears(model: nn.Module, scheme: Scheme) -> Conversion:
 
 
 def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> Conversion:
-    """Replace each linear layer of `quantized_names` by the result of `make`, in place, and return the names.
+    """Replace each linear layer that `quantized_names` finds by the result of `make`, in place; return what it found.
 
     Raises:
         ValueError: as `quantize_linears`.

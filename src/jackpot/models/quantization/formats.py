@@ -30,7 +30,7 @@ class SideFormats:
 
     @classmethod
     def of(cls, engine: EngineConfig, device: str, autocast: str | None = None) -> "SideFormats":
-        """Return the formats of an engine on a device of the type `device`, such as cuda."""
+        """Return the formats of an engine on a device of the type `device`, such as cuda, with the given `autocast`."""
         settings = {name: getattr(engine, name) for name in ("dtype", "quantization", "head_dtype")}
         return cls(**settings, kv_cache_dtype=cache_format(engine, device), autocast=autocast)
 
@@ -44,7 +44,7 @@ class LayerDifference(NamedTuple):
 
 
 def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
-    """Return the number format of each matrix of a model, by the matrix's name.
+    """Return the number format of each matrix of a model by name, as `side`, an engine or training, computes.
 
     Three keys are no names of matrices: BETWEEN for norms and what flows between layers, CACHE for keys and values,
     HEAD for the output layer. The model may be on the meta device. The format of a matrix that a quantized side

@@ -90,9 +90,10 @@ def scaled_operands(a: Quantized, b: Quantized) -> dict[str, Any]:
     without an error.
     """
     recipes = torch.nn.functional.ScalingType
-    a_codes, b_codes = padded(a.codes, 4, BLOCK).contiguous(), padded(b.codes, 16, BLOCK).contiguous()
-    by_blocks = b.grid.rows == BLOCK
-    b_scales = padded(b.scales, 1, 4).contiguous() if by_blocks else _by_column(b.scales, len(b_codes))
+    a_codes = padded(a.codes, rows=4, columns=BLOCK).contiguous()
+    b_codes = padded(b.codes, rows=16, columns=BLOCK).contiguous()
+    by_blocks = b.grid.rows == BLOCK  # else each row of B has scales of its own
+    b_scales = padded(b.scales, rows=1, columns=4).contiguous() if by_blocks else _by_column(b.scales, len(b_codes))
     return {
         "mat_a": a_codes,
         "mat_b": b_codes.T,

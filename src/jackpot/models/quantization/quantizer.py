@@ -62,7 +62,7 @@ def quantize(values: Tensor, grid: Grid) -> Quantized:
     x * (L/max)) gives the same codes; with `float32` the formulas differ in one code of about two thousand
     (docs/precision.md).
 
-    In FP8 a NaN makes its whole block NaN. A block with an infinite number loses all its numbers, as in every
+    A NaN or an infinite number makes all numbers of its block NaN when they are dequantized, as in every
     implementation. A GPU computes scales that are powers of two, and their codes, in one kernel, after a test that the
     kernel gives the same bits.
     """
@@ -170,7 +170,7 @@ def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Join the blocks that `_blocks` returned, or numbers in their shape, to a matrix of `shape` without padding."""
+    """Join blocks in the shape that `_blocks` returns to a matrix of `shape`, and drop the padding."""
     matrix = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
     return matrix[: shape[0], : shape[1]].contiguous()
 

@@ -55,6 +55,7 @@ class CodedProduct(torch.autograd.Function):
             weight: W, [N, K], the master weight.
             rows: `inputs`, quantized.
             grid: grid by which the weight is quantized.
+            backward: which gradients `backward` computes, as the class says.
         """
         coded = quantize(weight.to(inputs.dtype), grid)
         ctx.save_for_backward(rows.codes, rows.scales, coded.codes, coded.scales)
@@ -75,7 +76,7 @@ class CodedProduct(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 grad_inputs = product(quantize(grad, FP8_TOKEN_BLOCKS), transposed(weight)).to(grad.dtype)
             if ctx.needs_input_grad[1]:
-                tokens_last = dequantize(rows, torch.float32).T
+                tokens_last = dequantize(rows, torch.float32).T  # [K, M]: the sum of d W is over tokens
                 grad_weight = product(quantize(grad.T, FP8_TOKEN_BLOCKS), quantize(tokens_last, FP8_TOKEN_BLOCKS))
         else:
             if ctx.needs_input_grad[0]:
@@ -141,9 +142,12 @@ class LastRows:
         self._last: tuple[ref[Tensor], int, torch.dtype, Quantized] | None = None
 
     def of(self, inputs: Tensor, dtype: torch.dtype) -> Quantized:
-        """Return the codes of inputs [..., K], cast to `dtype` first, as a matrix [M, K]; keep them until the next."""
+        """Return the codes of inputs [..., K], cast to `dtype` first, as a matrix [M, K].
+
+        The codes are kept until others come, and returned again if the same inputs are passed next.
+        """
         if self._last is not None:
-            last_inputs, last_version, last_dtype, last_codes = self._last
+            last_inputs, last_version, last_dtype, last_codes = self._last  # `last_inputs` is a weak reference
             if last_inputs() is inputs and last_version == inputs._version and last_dtype == dtype:
                 return last_codes
         with torch.no_grad():
@@ -213,10 +217,11 @@ def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     body = model.base_model
     for module in body.modules():
         if isinstance(module, nn.Embedding):
+            # A subclass may also change the rows that it looks up, such as scale them.
             run = _rounded_outputs if type(module) is nn.Embedding else _with_rounded_lookup
             module.forward = partial(run, module, module.forward, dtype)
-        elif readers := [inner for inner in _read_by(module) if inner._parameters]:
-            module.forward = partial(_with_rounded_weights, readers, module.forward, dtype)
+        elif weighted := [inner for inner in _read_by(module) if inner._parameters]:  # modules with weights to round
+            module.forward = partial(_with_rounded_weights, weighted, module.forward, dtype)
     body.forward = partial(_without_autocast, body.forward)
 
 

@@ -59,8 +59,8 @@ class CorrectionInputs:
 
     @property
     def to_proximal(self) -> Tensor:
-        """Return p_proximal / p_target: [B, T], 1 where masked. A weight that aligns to the target, times this, aligns
-        to the proximal point.
+        """Return p_proximal / p_target: [B, T], 1 where masked. The product of this and a weight that turns means over
+        p_inf into means over p_target turns them into means over p_proximal.
 
         It is 1 also where p_target is 0: no such token is accepted, so it has no weight to move.
         """
@@ -78,7 +78,7 @@ class Kappas(NamedTuple):
         """Return the factor kappa of each response, [B, 1], or a scalar where all responses have the same.
 
         Args:
-            by_policy: [B] bool, None where one model sampled all.
+            by_policy: [B] bool, True where the policy sampled the response; None where one model sampled all.
         """
         if self.of_policy is None or by_policy is None:
             return self.kappa
@@ -117,6 +117,7 @@ class Correction:
             kappas: None where the weights do not contain kappa.
         """
         mask = inputs.response_mask
+        # A product with `ones` broadcasts to [B, T]; `never` is False everywhere.
         ones, never = torch.ones_like(inputs.rollout_log_probs), torch.zeros_like(mask)
         accepted = ones if accepted is None else accepted.to(ones.dtype)
         kappas = kappas or no_kappa(ones.device)
@@ -153,7 +154,7 @@ class CorrectionFn(Protocol):
 
     @property
     def kappa(self) -> Kappa:
-        """Return when `apply` needs its `totals` over the optimizer step: "none" for never, or "prepass" or "auto"."""
+        """Return when `apply` needs its `totals` over the optimizer step: "none" (never), "prepass" or "auto"."""
         ...
 
     @property
@@ -203,8 +204,9 @@ def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
 def measure_overlap(inputs: CorrectionInputs, lam: float) -> Means:
     """Return metrics of how far p_inf and p_target overlap, as sums over the sampled tokens, by name (docs/metrics.md).
 
-    Where Z is exact, the mean of `acceptance_minus_z` is 0 within its standard error: a martingale difference,
-    uncorrelated between tokens. Where two models sampled, acceptance and Z of each model's tokens are summed too.
+    Where Z is exact, the mean of `acceptance_minus_z` is 0 within its standard error: at each token its expectation
+    given the tokens before is 0, so tokens are uncorrelated (a martingale difference). Where two models sampled,
+    acceptance and Z of each model's tokens are summed too.
     """
     mask, z, acceptance = inputs.response_mask, inputs.z, inputs.acceptance(lam)
     return {  # `model` is a suffix such as "_by_policy", "" for all tokens
@@ -224,7 +226,10 @@ def no_kappa(device: torch.device) -> Kappas:
 
 
 def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
-    """Return kappa, sum of acceptance / sum of Z over a step, for each model that sampled; 1 if `totals` is empty."""
+    """Return kappa, the factor that corrects estimates of Z, for each model that sampled; 1 if `totals` is empty.
+
+    It is the quotient of two sums over a step's tokens: their acceptances, min(1, rho / lam), by the estimates of Z.
+    """
     device = inputs.rollout_log_probs.device
 
     def quotient(model: str) -> Tensor:
@@ -237,6 +242,7 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
     if inputs.by_policy is None:
         return Kappas(kappa=quotient(""))
 
+    policy_kappa, model_kappa = quotient("_by_policy"), quotient("_by_rollout_model")
+    num_tokens = Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)  # that the rollout model sampled
     # A rollout model that sampled no token of the step gets the policy's kappa.
-    policy_kappa, count = quotient("_by_policy"), Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)
-    return Kappas(kappa=torch.where(count > 0, quotient("_by_rollout_model"), policy_kappa), of_policy=policy_kappa)
+    return Kappas(kappa=torch.where(num_tokens > 0, model_kappa, policy_kappa), of_policy=policy_kappa)

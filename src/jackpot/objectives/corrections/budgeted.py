@@ -45,13 +45,14 @@ def obrs(
 ) -> Weighed:
     """Accept a token with probability a = min(1, rho / lam), with the weight min(kappa Z max(lam, rho), c1) r2: `obrs`.
 
+    rho = p_target / p_inf, Z is the mean of a at the token's prefix, and kappa = sum of a / sum of estimates of Z.
     r2 = min(p_proximal / p_target, c2) moves the weight to the point that PPO's ratio starts from.
     The defaults of lam, c1 and c2 are the paper's. `mask: sampled` is the paper's Bernoulli mask; `mask: expected`
     multiplies by the mask's mean a(x) instead, which has less variance. `kappa: none` sets kappa to 1. Else kappa is
     computed from sums over this optimizer step, known after one more forward pass (`prepass`) or at the latest after
     the backward passes (`auto`). Kappa only makes the mean of estimates of Z right; for an exact Z `auto` is `none`.
-    `budget` chooses the lam of each position, so that Z is the budget (Theorem 3.4). `beyond_c1: drop` sets weights
-    above c1 to 0 instead of c1.
+    `budget` chooses the lam of each position, so that Z is the budget (the paper's Theorem 3.4). `beyond_c1: drop` sets
+    weights above c1 to 0 instead of c1.
 
     Biased towards states on which the models agree: the expected gradient of a token is Z times that of `is`, with
     Z = 1 - TV at lam = 1. Biased also towards the rollout model where Z rho > c1. Prefixes stay those of the rollout
@@ -81,7 +82,9 @@ def reweight_only(
 
 
 def z_only(kappa_z: Tensor, c1: float) -> Weighed:
-    """Weigh every token by min(kappa Z, c1), so by the mean acceptance at the token's prefix alone: `z_only`.
+    """Weigh every token by min(kappa Z, c1), with Z the mean acceptance at the token's prefix: `z_only`.
+
+    kappa is the factor of a step that corrects estimates of Z.
 
     Biased towards the rollout model as `none`, with a lower weight on states where the models disagree.
     """
@@ -125,7 +128,10 @@ def _capped(
     accepted: Tensor | None = None,
     bound: Callable[[Tensor, float], Tensor] = BEYOND_C1["cap"],
 ) -> Weighed:
-    """Weigh tokens by bound(uncapped, c1) * min(p_proximal / p_target, c2), where `bound` is the minimum by default."""
+    """Weigh tokens by bound(uncapped, c1) * min(to_proximal, c2), where `bound` is the minimum by default.
+
+    `uncapped` is the weight that aligns p_inf to p_target, and `to_proximal` is p_proximal / p_target.
+    """
     return Weighed(
         bound(uncapped, c1) * to_proximal.clamp(max=c2),
         accepted=accepted,

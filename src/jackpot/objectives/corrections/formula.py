@@ -53,7 +53,7 @@ class ByFormula:
         return measure_overlap(inputs, self.lam)
 
     def apply(self, inputs: CorrectionInputs, totals: Sums) -> Correction:
-        """Evaluate the formula on a micro-batch, with the factor kappa on Z from `totals`, the sums over a step."""
+        """Evaluate the formula on a micro-batch; kappa, the factor on Z, comes from `totals`, the sums over a step."""
         kappas = step_kappas(inputs, {} if self.kappa == "none" else totals)
         names = [name for name in signature(self.formula).parameters if name in TENSORS]
         weighed = self.formula(**{name: self._tensor(name, inputs, kappas) for name in names}, **self.settings)
@@ -66,6 +66,6 @@ class ByFormula:
         if name == "acceptance":
             return inputs.acceptance(self.lam)
         if name == "kappa_z":
-            in_float64 = kappas.by_response(inputs.by_policy) * inputs.z.value.double()
-            return in_float64.to(inputs.rollout_log_probs.dtype)
+            kappa_z = kappas.by_response(inputs.by_policy) * inputs.z.value.double()  # in float64, then rounded once
+            return kappa_z.to(inputs.rollout_log_probs.dtype)
         return getattr(inputs, name)

@@ -21,7 +21,7 @@ def none(rollout_log_probs: Tensor) -> Weighed:
     of tokens which are never sampled, so entropy and policy can collapse.
 
     With `proximal: rollout` PPO's own ratio is p_new / p_inf and its clip is the correction (Yao et al. 2025, there
-    named PPO-IS; Colossal-AI). Unbiased inside the clip. A token outside of the clip, on the side where the advantage
+    named PPO-IS; Colossal-AI). It is unbiased inside the clip. A token outside of it, on the side where the advantage
     would push it further, loses its gradient, whether updates moved its ratio there or the mismatch did. So a large
     mismatch uses up the trust region.
     """
@@ -93,12 +93,12 @@ def difference(rollout_log_probs: Tensor, target_log_probs: Tensor) -> Tensor:
 def seq_tis(log_ratio: Tensor, cap: float) -> Weighed:
     """Weigh every token of a response by min(R, cap), with R the product of its tokens' ratios: `seq_tis`.
 
-    This is verl's `rollout_is: sequence` with verl's default cap. R corrects prefixes and returns too, so without the
-    cap the weight would be unbiased for the whole response. With the cap it is biased towards the rollout model
-    wherever R > cap. The spread of R grows exponentially with the length, so on long responses most weights are either
-    capped or almost 0.
+    This is verl's `rollout_is: sequence` with verl's default cap. R also corrects the tokens before and after a token,
+    so without the cap the weight would be unbiased for the whole response. With the cap it is biased towards the
+    rollout model wherever R > cap. The spread of R grows exponentially with the length, so on long responses most
+    weights are either capped or almost 0.
     """
-    log_product, log_cap = _of_response(log_ratio), math.log(cap)
+    log_product, log_cap = _of_response(log_ratio), math.log(cap)  # log R of each response, [B, 1]
     return Weighed(log_product.clamp(max=log_cap).exp(), capped=log_product > log_cap)
 
 

@@ -1,4 +1,4 @@
-"""Corrections that also read the sign of the advantage: it says in which direction the update would move a token.
+"""Corrections that read rho = p_target / p_inf and the sign of the advantage A: which way an update moves a token.
 
 Their target is the proximal point by definition, as in `ratios`, and the current policy by default, as in their papers;
 then PPO's ratio is 1 and its clip has no effect. rho_t is the ratio of sampled token t of a response, R_t the product
@@ -23,7 +23,7 @@ def prefix(log_ratio: Tensor, response_mask: Tensor, advantages: Tensor, low: fl
     not. The defaults are for update steps of one model; another rollout model needs a far wider band.
 
     R_t corrects the token and the states before it, so inside the band the weight is unbiased for both; the tokens
-    after it stay the rollout model's. Biased against tokens that only one of the models is likely to reach.
+    after it stay the rollout model's. It is biased against tokens that only one of the models is likely to reach.
     """
     log_prefix_ratio = log_ratio.cumsum(-1)  # log R_t
     spread = response_mask.cumsum(-1).to(log_prefix_ratio.dtype).sqrt()  # sqrt t
@@ -72,14 +72,15 @@ def dppo(
 
 
 def dppo_topk(log_ratio: Tensor, z: ZEstimate, advantages: Tensor, max_tv: float, cap: float) -> Weighed:
-    """Do as `dppo`, but count all tokens that Z does not sum over as one token of the variation: `divergence: topk`.
+    """Do as `dppo` with `divergence: topk`: all tokens that Z does not sum over count as one token of the variation.
 
     With q = p_target, p = p_inf, and q_K, p_K their sums over the tokens that Z sums over, the total variation is
     1/2 (sum |q - p| + |q_K - p_K|) = max(q_K, p_K) - sum min(q, p). The last sum is Z at lam = 1. Where Z is over the
     whole vocabulary, the total variation is 1 - Z.
     """
     variation = torch.maximum(z.rollout_mass, z.target_mass) - z.value
-    return _tis_but((variation > max_tv) & (advantages * log_ratio > 0), log_ratio, cap)
+    moves_away = advantages * log_ratio > 0  # whether the update would raise the variation, as in `dppo`
+    return _tis_but((variation > max_tv) & moves_away, log_ratio, cap)
 
 
 def _tis_but(rejected: Tensor, log_ratio: Tensor, cap: float) -> Weighed:

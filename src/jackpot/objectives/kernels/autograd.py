@@ -81,9 +81,11 @@ def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
         vocabulary: tokens in all.
     """
     max_logits = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
-    positions = max(1, min(n, MAX_ROW_POSITIONS))
+    positions = max(1, min(n, MAX_ROW_POSITIONS))  # of a tile with the whole vocabulary
     if positions * vocabulary <= max_logits:
         return positions, vocabulary
+
+    # A tile with a part of the vocabulary may have more positions, so that the weight is read less often.
     positions = max(1, min(n, MAX_TILE_POSITIONS))
     return positions, max(1, min(vocabulary, max_logits // positions))
 
@@ -141,7 +143,7 @@ def tiled_heads(
         gather_ids = ids.new_empty((len(ids), 0))
     tensors = (tensor for head in heads for tensor in head.tensors)
     outputs: tuple[Tensor, ...] = _TiledHeads.apply(plan, ids, gather_ids, *tensors)
-    return outputs[: plan.num_values], outputs[plan.num_values :]
+    return outputs[: plan.num_values], outputs[plan.num_values :]  # with a gradient, without
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
@@ -223,19 +225,20 @@ class _TilePlan(NamedTuple):
             saved_values: the values of the entropies and the reverse KL, which their gradients contain.
         """
         # The logits were divided by the temperature, so gradients of the undivided logits contain 1 / temperature.
-        to = [None if grad is None else grad / self.temperature for grad in grads]
-        if not self.moments:
-            return [coefficients_of(to_log_probs) for to_log_probs in to]
+        gradients = [None if grad is None else grad / self.temperature for grad in grads]
+        if not self.moments:  # the only outputs are log-probs, one tensor for each head
+            return [coefficients_of(to_log_probs=gradient) for gradient in gradients]
 
         # Every second output, with its value: the entropy of each head, and the reverse KL of a pair.
         with_values = [
             None if gradient is None else OutputGradient(gradient, value)
-            for gradient, value in zip(to[1::2], saved_values, strict=True)
+            for gradient, value in zip(gradients[1::2], saved_values, strict=True)
         ]
         if not self.is_pair:
-            return [coefficients_of(to_log_probs=to[0], entropy=with_values[0])]
+            return [coefficients_of(to_log_probs=gradients[0], entropy=with_values[0])]
 
-        to_policy, to_rollout_model, to_forward = to[::2]
+        # The other outputs: the log-probs of each head, and the forward KL.
+        to_policy, to_rollout_model, to_forward = gradients[::2]
         policy_entropy, rollout_entropy, reverse_kl = with_values
         return [
             coefficients_of(to_log_probs=to_policy, entropy=policy_entropy),

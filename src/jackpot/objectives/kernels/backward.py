@@ -40,7 +40,7 @@ def coefficients_of(
 ) -> GradCoefficients | None:
     """Combine the loss's gradients with respect to one head's outputs into coefficients of the logits' gradient.
 
-    The derivatives of the outputs are those at the top of the file. None if every argument is None.
+    Comments below give the derivative of each output; p are the head's probabilities. None if every argument is None.
 
     Args:
         to_log_probs, to_forward: [N] d loss / d log-probs and d loss / d forward KL, divided by the temperature.
@@ -55,9 +55,9 @@ def coefficients_of(
     if entropy is not None:  # d entropy = -p (log p + entropy)
         constants.append(-entropy.to * entropy.value)
         on_log = -entropy.to
-    if to_forward is not None:  # d forward KL = this head's probabilities - those of the other
+    if to_forward is not None:  # d forward KL = p - o, with o the probabilities of the other head
         constants.append(to_forward)
-    if reverse_kl is not None:  # d reverse KL = p (log p - log o - reverse KL), with o of the other head
+    if reverse_kl is not None:  # d reverse KL = p (log p - log o - reverse KL)
         product = reverse_kl.to * reverse_kl.value
         constants.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
         on_log = reverse_kl.to if on_log is None else on_log + reverse_kl.to
@@ -114,10 +114,10 @@ def backward_tiles(
         for rows in blocks:
             logits = {i: heads[i].tile(rows) for i in heads_read}
             gradients = {  # coefficients, and the memory that `differentiate` will fill
-                i: TileGradient(head_coefficients.at(rows), heads[i].gradient_tile(logits[i]))
+                i: TileGradient(coefficients=head_coefficients.at(rows), out=heads[i].gradient_tile(logits[i]))
                 for i, head_coefficients in trained.items()
             }
-            reader.differentiate(
+            reader.differentiate(  # fills the memory in `gradients`
                 list(logits.values()),
                 [logsumexps[i][rows] for i in heads_read],
                 [gradients.get(i) for i in heads_read],

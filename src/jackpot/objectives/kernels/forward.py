@@ -29,7 +29,7 @@ def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSu
     maxima = [torch.maximum(old.row_max, new.row_max) for old, new in zip(before, added, strict=True)]
     return [
         TileSums(
-            row_max=old.row_max,
+            row_max=old.row_max,  # now the larger maximum, as `new.row_max` is
             sum_exp=old.sum_exp + new.sum_exp,
             moment=_combined(torch.add, old.moment, new.moment),
             block_max=None,
@@ -48,14 +48,15 @@ def _combined(combine: Callable[[Tensor, Tensor], Tensor], old: Tensor | None, n
 def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSums]:
     """Make each head's `sum_exp`, `moment` and `gap`, which are relative to `row_max`, relative to larger `maxima`.
 
-    The top of the file says how these sums change when the maximum rises by d; `maxima` are [C] of each head.
+    If the maximum rises by d, and that of the other head by d_o, sum_exp s, moment t and gap g become s e^-d,
+    (t - d s) e^-d and (g + (d_o - d) s) e^-d. `maxima` are [C] of each head.
     """
     falls = [old.row_max - new_max for old, new_max in zip(sums, maxima, strict=True)]  # -d of each head, at most 0
     rescaled: list[TileSums] = []
     for i, (old, new_max, fall) in enumerate(zip(sums, maxima, falls, strict=True)):
         factor, old_sum_exp = fall.exp(), old.sum_exp
         moment = None if old.moment is None else (old.moment + old_sum_exp * fall) * factor
-        # `falls[1 - i]` is that of the other head.
+        # `falls[1 - i]` is -d_o, that of the other head.
         gap = None if old.gap is None else (old.gap + old_sum_exp * (fall - falls[1 - i])) * factor
         rescaled.append(old._replace(row_max=new_max, sum_exp=old_sum_exp * factor, moment=moment, gap=gap))
     return rescaled
@@ -96,7 +97,7 @@ class PositionBlock:
     def update(self, columns: slice) -> None:
         """Form the logits of the tokens `columns`, which the heads have selected; update every output with them."""
         tiles = [head.tile(self._rows) for head in self._heads]
-        sums = self._reader.read(tiles, self._num_top > 0, self._moments)
+        sums = self._reader.read(tiles, tops=self._num_top > 0, moments=self._moments)
         logits = [tile.logits for tile in tiles]
 
         for i, head_logits in enumerate(logits):

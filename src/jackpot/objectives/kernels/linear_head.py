@@ -162,8 +162,9 @@ def joint_linear_head(
 
     Both divergences and Z take p_policy as a constant: no gradient reaches the policy's hidden states or its weight
     (but for a weight that both heads share). forward_kl is inf where the policy has mass and the rollout model none;
-    its gradient, q - p, stays finite. reverse_kl is inf where the rollout model has mass and the policy none; such a
-    position gets a gradient only if the loss passes one to it. Rounding may leave a KL near 0 slightly negative.
+    its gradient, the rollout model's probabilities minus the policy's, stays finite. reverse_kl is inf where the
+    rollout model has mass and the policy none; such a position gets a gradient only if the loss passes one to it.
+    Rounding may leave a KL near 0 slightly negative.
 
     Raises:
         ValueError: as `linear_head`; also heads of different N or V.
@@ -232,7 +233,7 @@ class Fp32Linear(CutLinear):
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, cut as by `CutLinear.read` and rounded to `rounded_to`, but not yet in float32."""
+        """Return weight and bias, cut as by `CutLinear.read` and rounded to `rounded_to`; callers widen them."""
         weight, bias = super().read()
         if self.rounded_to is None:
             return weight, bias
@@ -339,7 +340,7 @@ class LinearHead(nn.Module):
         `rollout_model_hidden` is None, the policy also takes the place of the rollout model.
         """
         vocabulary = self.policy.out_features
-        step = max(1, _SORTED_AT_ONCE // vocabulary)
+        step = max(1, _SORTED_AT_ONCE // vocabulary)  # positions whose logits are in memory at a time
         chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]  # (Z, lam) of no position: N may be 0
 
         for start in range(0, len(policy_hidden), step):
@@ -352,7 +353,7 @@ class LinearHead(nn.Module):
                 temperature=temperature,
                 num_top=vocabulary,  # sorts the whole vocabulary
                 only_log_probs=True,
-                tile=(step, vocabulary),
+                tile=(step, vocabulary),  # all these positions and tokens in one tile
             )
             # Log-probs of all tokens under both models, by falling probability under the policy; `fill_ins` are the
             # rollout model's.

@@ -77,7 +77,7 @@ class _RowProducts(torch.autograd.Function):
 
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):
-                weight_rows = weight[columns[rows]].to(operands).to(dtype)
+                weight_rows = weight[columns[rows]].to(operands).to(dtype)  # [rows, G, H]
                 products[rows] = (weight_rows @ hidden[rows].to(operands).to(dtype)[..., None])[..., 0]
         return products
 
@@ -93,9 +93,10 @@ class _RowProducts(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):
                 if to_hidden is not None:
-                    weight_rows = weight[columns[rows]].to(operands).to(dtype)
+                    weight_rows = weight[columns[rows]].to(operands).to(dtype)  # [rows, G, H]
                     to_hidden[rows] = (gradient[rows][:, None] @ weight_rows)[:, 0].to(hidden.dtype)
                 if to_weight is not None:
+                    # [rows, G, H]: each gradient times its hidden state, added to the weight's row of that id.
                     outer = gradient[rows][..., None] * hidden[rows].to(operands).to(dtype)[:, None]
                     to_weight.index_add_(0, columns[rows].flatten(), outer.flatten(0, 1))
 

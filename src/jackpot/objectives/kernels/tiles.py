@@ -99,8 +99,8 @@ class HeadOperands:
             name: name of the head, which tells its memory in the workspace from the other head's.
             operand_dtype: dtype to which hidden states and weight are cast before they are multiplied.
             dtype: dtype of the logits and of all sums.
-            kept_tiles: tiles that are returned instead of formed again, to which formed tiles are added; None: no tile
-                is kept.
+            kept_tiles: tiles that `tile` returns and does not form again; `tile` adds those that it forms. None: no
+                tile is kept.
         """
         hidden, self.weight, self.bias = tensors
         self.hidden = hidden.to(operand_dtype)
@@ -137,7 +137,7 @@ class HeadOperands:
 
     def tile(self, rows: slice) -> Tile:
         """Form the logits of the positions `rows` and the selected tokens, or return the logits that forward kept."""
-        key = rows.start, self._columns.start
+        key = rows.start, self._columns.start  # the tile's first position and first token
         known_logits = None if self._kept_tiles is None else self._kept_tiles.get(key)
         logits = self._products(rows) if known_logits is None else known_logits
         if self._kept_tiles is not None:
@@ -148,7 +148,7 @@ class HeadOperands:
             bias=None if self.bias is None else self.bias[self._columns],
             soft_cap=self._soft_cap,
             temperature=self._temperature,
-            may_mask=self.bias is not None or self._operand_dtype == torch.float16,  # float16 overflows
+            may_mask=self.bias is not None or self._operand_dtype == torch.float16,  # -inf: in a bias, or by overflow
             is_raw=known_logits is None and not self.is_plain,
             is_kept=self._kept_tiles is not None,
         )
@@ -161,7 +161,7 @@ class HeadOperands:
         """
         hidden, weight = self.hidden[rows], self._rows_of_weight.t()
         shape = hidden.shape[0], weight.shape[1]
-        if self._is_mixed and hidden.dtype != self.dtype:
+        if self._is_mixed and hidden.dtype != self.dtype:  # the device widens half-precision products itself
             return torch.mm(hidden, weight, out_dtype=self.dtype, out=self._memory(shape, self.dtype))
         if hidden.dtype == self.dtype or self.is_plain:
             return torch.mm(hidden, weight, out=self._memory(shape, hidden.dtype))
@@ -216,7 +216,7 @@ class HeadGrads:
         """Allocate the gradients that are needed.
 
         Args:
-            needed: whether the gradient of each of the three tensors is needed.
+            needed: whether the gradients of hidden states, weight and bias are needed.
         """
         self._operands, self._tensors = operands, tensors
         hidden, weight, bias = (tensor if need else None for tensor, need in zip(tensors, needed, strict=True))

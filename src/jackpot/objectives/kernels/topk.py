@@ -41,7 +41,7 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
         values: [N, V] with V at least k.
         maxima: `block_max(values)`, if known.
     """
-    if k == 0 or values.shape[1] // BLOCK < _BLOCKS_PER_K * k:
+    if k == 0 or values.shape[1] // BLOCK < _BLOCKS_PER_K * k:  # so short that one level is faster than two
         return values.topk(k, dim=-1)
 
     candidates, block_indices = _candidates(values, k, block_max(values) if maxima is None else maxima)
@@ -78,7 +78,7 @@ def _ids(block_indices: Tensor, columns: Tensor) -> Tensor:
 
 
 class RunningTopK:
-    """The K largest numbers of rows that come piece by piece, with the numbers of further tensors at the same ids."""
+    """The K largest numbers of rows that come piece by piece, and the numbers of further tensors at the same places."""
 
     def __init__(self, k: int) -> None:
         self._k = k
@@ -108,6 +108,7 @@ class RunningTopK:
             maxima: `block_max(values)`; None only with K = 0.
             companions: further tensors [N, T], as many in each call, whose numbers at the top ids are kept too.
         """
+        # `_columns`: the largest numbers so far, their ids, and the companions' numbers at these ids.
         if not self._columns:
             largest, ids = top_k(values, min(self._k, values.shape[1]), maxima)
             self._columns = [largest, ids + start, *(companion.gather(1, ids) for companion in companions)]

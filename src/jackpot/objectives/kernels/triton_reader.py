@@ -76,7 +76,11 @@ def _store_sums(
     sums: tl.tensor, C: int, row_max: tl.tensor, sum_exp: tl.tensor, moment: tl.tensor, gap: tl.tensor,
     masked: tl.tensor, PAIR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Reduce one position's sums under one head over the columns, and write them to `sums`, C numbers apart."""
+    """Write one position's `TileSums` under one head to `sums`, C numbers apart.
+
+    All but `row_max` still are WIDTH partial sums, or partial maxima (`masked`, for max_at_masked), and are reduced
+    first. Only a pair of heads has `gap` and `masked`.
+    """
     tl.store(sums, row_max)
     tl.store(sums + C, tl.sum(sum_exp, axis=0))
     tl.store(sums + 2 * C, tl.sum(moment, axis=0))
@@ -161,7 +165,10 @@ def _common_mass(
     RAW_P: tl.constexpr, RAW_Q: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write one position's share of Z, the sum of min(q(x), p(x) / lam) over the tile's tokens x, to `mass` [C]."""
+    """Write one position's share of Z, the sum of min(q(x), p(x) / lam) over the tile's tokens x, to `mass` [C].
+
+    `p` and `q` point to the logits of policy and rollout model, whose probabilities are p(x) and q(x).
+    """
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([WIDTH], tl.float32)
     normalizer_p, normalizer_q = tl.load(logsumexp_p + row), tl.load(logsumexp_q + row)
@@ -244,7 +251,7 @@ class TritonReader(TileReader):
 
         c, t = tiles[0].logits.shape
         num_blocks, is_pair = -(-t // BLOCK), len(tiles) == 2
-        sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)
+        sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)  # 5 sums of each position, for each head
         maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
 
         # A single tile takes the place of the second one too.
@@ -291,16 +298,17 @@ class TritonReader(TileReader):
         c, t = logits.shape
         # [2, 5, C]: each head's fields of `GradCoefficients`, in their order; 0 for None.
         coefficients = logits.new_zeros((2, 5, c), dtype=torch.float32)
-        for i, target in enumerate(gradients):
-            for j, column in enumerate(target.coefficients if target else ()):
-                if column is not None:
-                    coefficients[i, j] = column
+        for i, head_gradient in enumerate(gradients):
+            for j, coefficient in enumerate(head_gradient.coefficients if head_gradient else ()):
+                if coefficient is not None:
+                    coefficients[i, j] = coefficient
 
         # A head without gradient has no memory to write to: its logits stand there, and the kernel does not write them.
-        out = [logits if target is None else target.out for target in gradients]
-        is_pair, trains = len(tiles) == 2, [target is not None for target in gradients]
+        out = [logits if head_gradient is None else head_gradient.out for head_gradient in gradients]
+        is_pair, trains = len(tiles) == 2, [head_gradient is not None for head_gradient in gradients]
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TRAINS_P": trains[0], "TRAINS_Q": is_pair and trains[1]}
+        # As the kernel's parameters follow each other; a single head takes the place of the second one too.
         arguments += [logsumexps[0], logsumexps[-1], coefficients, columns, out[0], out[-1], c, t]
         _launch(_differentiate, (c, -(-t // _width(t))), *arguments, **flags, WIDTH=_width(t))
 
@@ -327,6 +335,7 @@ def _width(tokens: int) -> int:
 def _operands(tiles: Sequence[Tile]) -> tuple[list[Tensor | float], dict[str, bool]]:
     """Return a kernel's first arguments, and its flags RAW, BIAS and CAP, for two tiles P and Q; one tile is both."""
     pair = [tiles[0], tiles[-1]]
+    # Without a bias or a soft cap any tensor or number stands in its place: the flags say that it is not read.
     biases = [tile.logits if tile.bias is None else tile.bias for tile in pair]
     caps = [tile.soft_cap or 1.0 for tile in pair]
     flags: dict[str, bool] = {}

@@ -35,6 +35,9 @@ class DraftCounts:
         """Return the metrics of drafts (docs/metrics.md) by name; empty where no token was generated."""
         if not self.tokens:
             return {}
+
+        # In turn: the tokens that each verifying pass gave, the share of judged drafts (accepted or rejected) that were
+        # accepted, passes for each token, and the tokens that each model read, relative to those read without drafts.
         return {
             "draft/accepted_length": self.verified / self.verifications if self.verifications else math.nan,
             "draft/acceptance": self.accepted / self.judged if self.judged else math.nan,

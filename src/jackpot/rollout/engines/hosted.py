@@ -57,7 +57,7 @@ class EngineHost:
         """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`."""
         try:
             return pack(self._do(unpack(message)))
-        except MessageError as error:
+        except MessageError as error:  # damaged on its way, so it may be sent again: `HostPeer` raises PeerLost
             return pack({"lost": str(error)})
         except JackpotError as error:
             return pack({"refused": str(error)})
@@ -68,7 +68,8 @@ class EngineHost:
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         """Do what the entry `do` of a message says, and return the content of the answer.
 
-        A message to generate or score has, under `held`, the names of the weights that the engines must have.
+        That is to report the engines ("hello"), or to have one take new weights, sleep, generate or score. A message to
+        generate or score has, under `held`, the names of the weights that the engines must have.
         """
         if message["do"] == "hello":
             described = {name: _describe(engine) for name, engine in self._engines.items()}
@@ -200,8 +201,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # A lost host, unless it can be reached and only lost its weights, is closed while engines sleep, and counts as
-        # restarted.
+        # While engines sleep, a lost host is closed and counts as restarted, unless it can still be reached and lost no
+        # more than its weights (PeerRestarted).
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -357,7 +358,8 @@ class EnginePool:
         """
         check_weights(weights, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(weights)
-        sent = self._share(name, weights, version, None if as_codes else self._dtypes[name])
+        dtype = None if as_codes else self._dtypes[name]  # None: codes and scales keep their dtypes
+        sent = self._share(name, weights, version, dtype)
         self.pool.update(NewestWeights({**self.pool.newest, name: sent}))
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
@@ -367,6 +369,7 @@ class EnginePool:
 
         The call returns once the engine sleeps in every host that is not lost; lost hosts start again at an update.
         """
+        # A record of the sleep takes the place of the weights, whose memory is freed.
         asleep = SentWeights(
             name=f"{name} asleep {next(self._weight_numbers)}", version=self.pool.newest[name].version, memory=None
         )
@@ -465,7 +468,7 @@ class PooledEngine(BackgroundEngine):
             "samplings": [sampling.model_dump() for sampling in samplings],
             "requests": rows,
         }
-        return PeerRequest(message, lambda answer: _parse_generated(chunk, answer))
+        return PeerRequest(message=message, parse=lambda answer: _parse_generated(chunk, answer))
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         self._check_awake()
@@ -473,7 +476,7 @@ class PooledEngine(BackgroundEngine):
         message = {"do": "score", "engine": self._name, "temperature": temperature}
         # A request for each chunk of rollouts; errors name a request by the uid of its first rollout.
         requests = [
-            (chunk[0].uid, PeerRequest(message | {"rollouts": list(chunk)}, itemgetter("log_probs")))
+            (chunk[0].uid, PeerRequest(message=message | {"rollouts": list(chunk)}, parse=itemgetter("log_probs")))
             for chunk in _chunks(rollouts, self._pool.chunk)
         ]
         return list(chain.from_iterable(self._pool.pool.results(requests)))

@@ -191,7 +191,7 @@ class Pool(Generic[AnyPeer]):
         """
         futures: list[Future] = [Future() for _ in requests]
         self._loop.call_soon_threadsafe(self._watch, futures)
-        pairs = zip(requests, futures, strict=True)
+        pairs = zip(requests, futures, strict=True)  # each request, and the future that gets its result
         self.begin([(uid, request, future.set_result) for (uid, request), future in pairs])
         return [future.result() for future in futures]
 

@@ -48,6 +48,7 @@ def make_starter(entry: str, environment: Mapping[str, str] | None = None) -> St
 
     async def start(far_end: socket.socket) -> asyncio.subprocess.Process:
         """Start the program in a new process that inherits the socket `far_end`."""
+        # Without the variables by which a launcher such as torchrun tells this process its rank.
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
         }
@@ -122,7 +123,7 @@ class ProcessLink(Link):
             self.child = None
 
     async def _send(self, message: Tensor) -> None:
-        """Send a message in a frame numbered `_newest`; raise PeerLost if the process does not take it in time."""
+        """Send a message in a frame of the number `_newest`; raise PeerLost if the process does not take it in time."""
         assert self._writer is not None  # `open` comes first
         try:
             self._writer.write(_HEAD.pack(self._newest, len(message)))

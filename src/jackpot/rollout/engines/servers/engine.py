@@ -132,8 +132,8 @@ class ServerEngine(BackgroundEngine):
         capabilities = self.capabilities
         body = self.protocol.generate_body(request, self._eos_token_ids, capabilities.max_model_len)
         return PeerRequest(
-            body,
-            partial(
+            message=body,
+            parse=partial(
                 self.protocol.parse_answer,
                 request=request,
                 body=body,
@@ -152,10 +152,11 @@ class ServerEngine(BackgroundEngine):
         def answers(requests: Sequence[tuple[str, LogProbRequest]]) -> list[list[float]]:
             """Have the servers return the log-probs that each request asks for."""
             parse = self.protocol.parse_log_probs
+            bodies = [self.protocol.log_prob_body(request) for _, request in requests]
             return self._pool.results(
                 [
-                    (uid, PeerRequest(self.protocol.log_prob_body(request), partial(parse, request=request, uid=uid)))
-                    for uid, request in requests
+                    (uid, PeerRequest(message=body, parse=partial(parse, request=request, uid=uid)))
+                    for body, (uid, request) in zip(bodies, requests, strict=True)
                 ]
             )
 
