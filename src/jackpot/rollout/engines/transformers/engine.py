@@ -170,7 +170,7 @@ class TransformersEngine(QueuedEngine):
         return digest
 
     def _release(self) -> None:
-        """Release the memory of the weights. On a GPU, which has not been tried, other processes can use it then."""
+        """Release the memory of the weights, on a GPU to other processes too; this has not been tried on a GPU."""
         self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
@@ -200,7 +200,7 @@ class TransformersEngine(QueuedEngine):
         """
 
         def shared(request: Request) -> tuple[BatchSettings, bool]:
-            """Return the settings that must be equal within a batch."""
+            """Return those settings of a request that must be equal within a batch."""
             return batch_settings(request.sampling), request.exact_drafts
 
         # `alike` has the requests at the front of the queue whose settings are equal.

@@ -36,7 +36,7 @@ class ModelWeights:
         """
         quantization = settings.quantization
         if settings.head_dtype == "fp32":
-            widen_head(model)
+            widen_head(model)  # the output layer computes in float32; its weight keeps its dtype
 
         if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
@@ -62,6 +62,7 @@ class ModelWeights:
                 self._quantized[name] = layer
             self.coded_weights = CodedWeights(conversion.converted, quantization)
 
+            # Codes are sent under the name of their weight, and scales under that name with a suffix.
             suffix = scales_suffix(self.coded_weights.scheme)
             self._buffers = {name: layer.codes for name, layer in self._quantized.items()}
             self._buffers |= {name + suffix: layer.scales for name, layer in self._quantized.items()}
