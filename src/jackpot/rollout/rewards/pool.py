@@ -166,7 +166,8 @@ class RewardWorkerPool:
         ended_twice = RewardResult(
             0.0, "crash", text="its process ended twice, the second time while it was called alone"
         )
-        # A result is None where the call ended its process.
+        # Where a call ended its process, the result is None. The item is tried again, and gets an error if this
+        # ends that process too.
         return [
             result or self._tried([item], is_fresh=True)[0] or ended_twice
             for item, result in zip(items, self._tried(items, is_fresh=False), strict=True)
@@ -241,6 +242,7 @@ def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
     is_index = type(index) is int and index >= 0
     is_reward = type(result.value) is float and abs(result.value) <= MAX_REWARD
     is_text = result.text is None or isinstance(result.text, str)
+    # A worker knows nothing of retries, which the pool counts.
     is_known = result.retries == 0 and result.error in (None, "crash", "invalid", "timeout")
     if not (is_index and is_reward and is_text and is_known):
         raise EOFError
@@ -265,6 +267,7 @@ class _Worker:
 
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
         with worker_end:  # closed here once the process has it
+            # Processes that the function starts inherit this variable, by which `end` finds and kills them.
             self._mark = secrets.token_hex(8)
             passed = [name for name in os.environ if _SAFE_VARIABLES.fullmatch(name) or name in environment]
             variables = {name: os.environ[name] for name in passed} | {_MARK: self._mark}
@@ -273,9 +276,12 @@ class _Worker:
         self.is_async = self.is_shared = False  # is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:
-        """Wait until the process has imported the function; raise as `RewardWorkerPool.wait_until_ready` does."""
+        """Wait until the process has imported the function; raise as `RewardWorkerPool.wait_until_ready` does.
+
+        `timeout` and `memory` are as in `CallLimits`.
+        """
         until = time.monotonic() + START_TIMEOUT
-        size = int(memory * _GIB) if math.isfinite(memory) else None
+        size = int(memory * _GIB) if math.isfinite(memory) else None  # bytes; None: no limit
         setup = {"function": function, "timeout": timeout, "start_timeout": START_TIMEOUT, "memory": size}
 
         try:

@@ -170,15 +170,15 @@ class _Caller:
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """Return the result of a call that failed; print the traceback of the first failure in this process."""
-        self.is_worn = self.is_worn or isinstance(error, MemoryError)
+        self.is_worn = self.is_worn or isinstance(error, MemoryError)  # True: the process is to be replaced
         if not self._has_printed:
             self._has_printed = True
             traceback.print_exception(error)
         reasons = {TimeoutError: "timeout", InvalidReward: "invalid"}
         reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "crash")
 
-        # Describe the error in one line: its type, its message, and the last line that it passed in the file of the
-        # reward function (`self._name` is `package.module:function`).
+        # Describe the error in one line: its type, its message, and the last line of its traceback that is in the file
+        # of the reward function (`self._name` is `package.module:function`).
         text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
         if text == "TimeoutError":  # raised by `asyncio.wait_for`, without a message
             text = f"took longer than {self._timeout:g} s"

@@ -154,7 +154,7 @@ class PromptStream:
         self._ends = list(accumulate(source.weight for source in self._sources))
         self._key = fold_in(seed, "mix")  # key from which the source of each prompt is drawn
         self._drawn = [0] * count  # number of prompts drawn from each source so far
-        # For each source, an epoch and the order of the source's problems in that epoch; epoch -1 before the first.
+        # For each source, the newest epoch that was shuffled (-1: none), and the order of the problems in this epoch.
         self._orders = [(-1, [0])] * count
 
     def next(self, n: int) -> list[Prompt]:

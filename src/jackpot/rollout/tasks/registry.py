@@ -86,6 +86,6 @@ def make_sets(
         else:
             columns = {} if benchmark in BENCHMARKS else {"columns": settings.columns, "answers": settings.answers}
             task = make_benchmark(DataConfig(source=benchmark, **columns), tokenizer, settings.math, reward_fn)
-            reward_fn = task.reward_fn
+            reward_fn = task.reward_fn  # the next benchmarks share it
         tasks[set_name(benchmark)] = task
     return tasks

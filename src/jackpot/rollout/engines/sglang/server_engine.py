@@ -124,11 +124,12 @@ class SGLangServerEngine(ServerEngine):
     _settings: SGLangServerEngineConfig
 
     def _replica(self, url: str, client: SGLangClient) -> SGLangReplica:
+        """Return the engine's side of the server at `url`, which `client` calls."""
         return SGLangReplica(
             url,
             client,
-            self._id,
-            self._settings,
+            version_prefix=self._id,
+            settings=self._settings,
             dtype=self._dtype,
             vocab_size=self._vocab_size,
             parameters=self._parameters,

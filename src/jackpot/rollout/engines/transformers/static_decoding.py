@@ -96,7 +96,7 @@ def masked_forward(
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
-    """Return whether `StaticBatch` can decode a model: it uses `grouped_attention`, over one cached key for each token."""
+    """Return whether `StaticBatch` can decode a model: it attends by `grouped_attention` to one cached key a token."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
@@ -130,7 +130,7 @@ class GraphCapture:
         events.append(decoding_event("static", self._captures))
 
     def __call__(self, step: Step) -> Step:
-        """Return a function that does what `step` does, at the same addresses; where nothing is captured, return `step`.
+        """Return a function that does what `step` does, at the same addresses: `step` itself if nothing is captured.
 
         Args:
             step: step of decoding, which has run once before.

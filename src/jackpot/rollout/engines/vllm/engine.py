@@ -110,6 +110,7 @@ class VLLMEngine(ThreadEngine):
 
         super().__init__(version, thread_name="vLLM")
         self._events += self._weight_format.events
+        # Weights to start vLLM with; if there are none, vLLM reads its own.
         named_weights = model.named_parameters() if settings.quantization else ()
         weights = [(name, weight.detach()) for name, weight in named_weights]
         try:
@@ -229,7 +230,7 @@ class VLLMEngine(ThreadEngine):
         on_cpu = self._device.type == "cpu"
         enforce_eager = on_cpu if self._settings.enforce_eager == "auto" else self._settings.enforce_eager
         vllm = import_vllm(compiles=not enforce_eager)
-        check_device(not on_cpu, vllm.has_gpu)
+        check_device(on_gpu=not on_cpu, has_gpu=vllm.has_gpu)
 
         set_num_threads = torch.set_num_threads
         try:
@@ -330,10 +331,12 @@ class VLLMEngine(ThreadEngine):
         def handle(output: Any) -> None:
             """Hand the rollout in vLLM's finished output, and the counts of its drafts, to the caller's thread."""
             response = output.outputs[0]
-            ids, log_probs = top.arrays(len(response.token_ids), 1 + request.sampling.num_top_log_probs)
+            length, prompt_length = len(response.token_ids), len(request.prompt.token_ids)
+            # Each token of the response has the log-probs of itself and of the top tokens.
+            ids, log_probs = top.arrays(length, width=1 + request.sampling.num_top_log_probs)
             rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
-            metrics = response.spec_decode_metrics
-            drafts = count_drafts(len(request.prompt.token_ids), len(response.token_ids), metrics) if metrics else None
+            metrics = response.spec_decode_metrics  # None without a draft model
+            drafts = count_drafts(prompt_length, length, metrics) if metrics else None
             self._complete([rollout], drafts)
 
         return handle
@@ -341,19 +344,20 @@ class VLLMEngine(ThreadEngine):
     def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of codes and scales where these are sent, and else of the weights in the engine's dtype,
-        before any quantization here.
+        The digest is that of codes and scales if `weights` are these, else that of the weights in the engine's dtype,
+        before they are quantized here.
         """
         # Wake up in two parts, so that memory for the cache is taken only after the weights are loaded.
         if self._is_asleep:
             self._llm.wake_up(["weights"])
 
+        # `watch` adds each tensor to the digest when vLLM reads it.
         codes = self._weight_format.coded_weights
         if codes and codes.are_in(weights):
-            digest = WeightsDigest(None)
+            digest = WeightsDigest(dtype=None)  # every tensor in its own dtype
             converted = digest.watch(weights)
         else:
-            digest = WeightsDigest(self._dtype)
+            digest = WeightsDigest(dtype=self._dtype)
             converted = self._weight_format.convert(digest.watch(self._cast(weights)))
 
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
@@ -416,10 +420,15 @@ def _lengths_and_drafts(
         return 0, {"max_model_len": settings.max_model_len}
 
     context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    limit = drafter.capabilities.max_model_len
+    limit = drafter.capabilities.max_model_len  # context length of the draft model, which the policy may not exceed
     assert settings.draft is not None and settings.draft.tokens != "auto"  # the settings' checks ensure both
     tokens = settings.draft.tokens
-    return tokens, draft_arguments(tokens, drafter._folder, settings.max_num_seqs, min(context or limit, limit))
+    return tokens, draft_arguments(
+        num_drafts=tokens,
+        folder=drafter._folder,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=min(context or limit, limit),
+    )
 
 
 class _TopLogProbs:

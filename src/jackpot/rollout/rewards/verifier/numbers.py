@@ -92,8 +92,8 @@ _PLAIN_UNIT = re.compile(
 def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     r"""Split an expression from the unit or label after it, as in `480\sqrt{3}\text{ feet}`.
 
-    The unit is "" where there is none. Return None where words follow that are neither a unit nor a label, so that they
-    are not taken for a product of letters.
+    The unit is "" where there is none. Return None where words in `\text{...}` follow that are neither a unit nor a
+    label. Plain words that may be algebra, a product of letters, stay in the expression.
     """
     # A sign, such as `%`.
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
@@ -108,7 +108,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
 
     # Plain words. Group 1 is the space before them, group 2 the words.
     match = _PLAIN_UNIT.search(text)
-    if match and (unit := _plain_unit(match[2], bool(match[1]), is_reference)):
+    if match and (unit := _plain_unit(match[2], is_apart=bool(match[1]), is_reference=is_reference)):
         return text[: match.start()], unit
     return text, ""
 
