@@ -165,7 +165,7 @@ class Sampler:
             The generation batches of each rollout batch that was begun, by iteration.
         """
         complete = {iteration: self._complete(iteration, under_way) for iteration, under_way in self._under_way.items()}
-        self._under_way = {**complete}
+        self._under_way = {**complete}  # a copy, since `next_batch` takes batches out of it
         return complete
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Sampler:
         failures: Counter[tuple[RewardError, str | None]] = Counter(
             (score.reward_error, score.error_text) for score in scores if score.reward_error
         )
-        if not scores or failures.total() < len(scores):
+        if not scores or failures.total() < len(scores):  # some response has a reward
             return
 
         self._record_errors(1, groups)

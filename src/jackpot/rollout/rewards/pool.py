@@ -89,6 +89,7 @@ class RewardWorkerPool:
         self._workers: set[_Worker] = set()  # workers whose process runs
         self._idle: list[_Worker] = []  # workers that have no job
         self._lock = RLock()
+        # Ends the processes: when `close` calls it, or once nothing refers to the pool.
         self._close = weakref.finalize(self, _stop, self._workers, self._lock)
 
     @property
@@ -155,7 +156,7 @@ class RewardWorkerPool:
         for retry in range(self._limits.retries):
             failed_indices = [index for index, result in enumerate(results) if result.error]
             if failed_indices:
-                time.sleep(2.0**retry)
+                time.sleep(2.0**retry)  # 1 s before the first retry, then 2 s, 4 s, ...
                 retried = self._settled([items[index] for index in failed_indices])
                 for index, result in zip(failed_indices, retried, strict=True):
                     results[index] = result._replace(retries=retry + 1)

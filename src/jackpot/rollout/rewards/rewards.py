@@ -76,6 +76,7 @@ class RewardFn:
             for reward in rewards
             if reward.name not in BUILT_IN
         }
+        # The verdict may be by a reward function that is none of the rewards.
         if verdict is not None and verdict.name not in (REWARD, *BUILT_IN):
             limits_of.setdefault(verdict.name, CallLimits(timeout=timeout))
 

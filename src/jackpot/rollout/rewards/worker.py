@@ -199,7 +199,7 @@ def _reward(name: str, value: Any) -> float:
         InvalidReward: the value is not a number of at most `MAX_REWARD` in absolute value.
     """
     try:
-        reward = math.nan if isinstance(value, str) else float(value)
+        reward = math.nan if isinstance(value, str) else float(value)  # a text is no reward, not even "1"
     except Exception:  # the user's object may raise anything
         reward = math.nan
     if not abs(reward) <= MAX_REWARD:

@@ -95,7 +95,7 @@ def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
     sampling_params = {
         **NEUTRAL,
         "top_p": 1.0,
-        "top_k": -1,
+        "top_k": -1,  # all tokens
         "min_new_tokens": 0,
         "n": 1,
         "ignore_eos": False,
@@ -107,7 +107,7 @@ def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
         "input_ids": list(prompt),
         "sampling_params": sampling_params,
         "return_logprob": True,
-        "logprob_start_len": -1,
+        "logprob_start_len": -1,  # no log-probs of the prompt
         "top_logprobs_num": 0,
         "return_text_in_logprobs": False,
         "return_prompt_token_ids": True,

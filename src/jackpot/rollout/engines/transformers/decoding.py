@@ -327,7 +327,7 @@ def _compaction(is_removed: Tensor) -> Tensor:
         [number of rows that stay] int64; rows before the first removed row keep their index.
     """
     # Where row 1 of 4 rows is removed, the order is [0, 3, 2].
-    count = int((~is_removed).sum())
+    count = int((~is_removed).sum())  # number of rows that stay; those behind the first `count` slots move into them
     order = torch.arange(count)
     order[is_removed[:count]] = count + (~is_removed[count:]).nonzero()[:, 0]
     return order

@@ -36,7 +36,7 @@ _DRAFT, _ACCEPT, _OTHER = range(3)
 
 
 class RaggedRunner:
-    """A model with a cache of rows of different lengths; it appends new tokens to each row at the row's end."""
+    """A model with a cache of rows of different lengths; a call appends new tokens at the end of each row."""
 
     def __init__(self, model: PreTrainedModel, prefilled: ModelRunner) -> None:
         """Take over the cache of `prefilled`, which has read the prompts of a model that `decodes_statically`."""

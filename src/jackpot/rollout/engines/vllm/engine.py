@@ -275,14 +275,14 @@ class VLLMEngine(ThreadEngine):
         return vllm.EngineArgs(
             model=self._folder,
             skip_tokenizer_init=True,
-            generation_config="vllm",
+            generation_config="vllm",  # no sampling parameters from the model's folder
             load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
             hf_overrides=overrides,
             dtype=self._dtype,
             kv_cache_dtype=settings.kv_cache_dtype or "auto",
             seed=0,
             max_num_seqs=settings.max_num_seqs,
-            max_logprobs=-1,
+            max_logprobs=-1,  # no limit
             logprobs_mode="processed_logprobs",
             enforce_eager=enforce_eager,
             enable_chunked_prefill=None if vllm.has_gpu else False,  # on a CPU it would rewind random generators
@@ -307,7 +307,8 @@ class VLLMEngine(ThreadEngine):
             sampling_params = to_sampling_params(request, self._eos_token_ids, self.capabilities.max_model_len)
             top = _TopLogProbs()
             internal_id = self._add(request.prompt.token_ids, sampling_params, self._handler(request, version, top))
-            self._llm.output_processor.request_states[internal_id].logprobs_processor.update_from_output = top.add
+            state = self._llm.output_processor.request_states[internal_id]
+            state.logprobs_processor.update_from_output = top.add
 
     def _add(self, prompt: Sequence[int], sampling_params: dict[str, Any], handler: Callable[[Any], None]) -> str:
         """Give vLLM a request whose output goes to `handler`, and return the request id that vLLM uses."""

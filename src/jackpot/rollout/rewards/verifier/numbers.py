@@ -70,7 +70,7 @@ def _value(groups: dict[str, str]) -> Fraction:
     value = Fraction(top) / Fraction(bottom or 1)
     # Add the digits that repeat: the period 6 of 0.1\overline{6} is 6 / (10 * 9).
     if period := groups["period"]:
-        decimals = len(top) - 1 - top.index(".")
+        decimals = len(top) - 1 - top.index(".")  # digits between the decimal point and the period
         value += Fraction(int(period), 10**decimals * (10 ** len(period) - 1))
     value = (int(groups["whole"] or 0) + value) * Fraction(10) ** int(groups["power"] or 0)
     return -value if "-" in (groups["sign"], groups["sign2"]) else value
