@@ -136,8 +136,8 @@ class Sampler:
         last = min(iteration + config.batch.ahead, config.iterations)
         missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
-        # The engines hold the newest weights if `takes_weights` was True after the last steps: at most `_reserve`
-        # batches were under way then. `next_batch` has since removed one, if any, so fewer than `_reserve` are left.
+        # The engines hold the newest weights if `takes_weights` was True after the learner's last steps: at most
+        # `_reserve` batches were under way then. `next_batch` has since removed one, if any, so fewer are left.
         engines_have_newest_weights = len(self._under_way) < self._reserve
         if missing_iterations and engines_have_newest_weights:
             self._under_way |= {later: self._submit(later) for later in missing_iterations}

@@ -81,7 +81,7 @@ def make_sets(
     check_sets(benchmarks)
     tasks: dict[str, Task] = {}
     for benchmark in benchmarks:
-        if benchmark in SETS and benchmark not in BENCHMARKS:  # arithmetic, which is generated
+        if benchmark in SETS and benchmark not in BENCHMARKS:  # an arithmetic task, which generates its problems
             task = make_task(getattr(settings, benchmark), tokenizer)
         else:
             columns = {} if benchmark in BENCHMARKS else {"columns": settings.columns, "answers": settings.answers}

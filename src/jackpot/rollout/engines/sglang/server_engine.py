@@ -62,7 +62,7 @@ class SGLangReplica(Replica):
             info = ServerInfo(
                 device=str(settings["device"]),
                 # SGLang's limit for prompts, which must be shorter than this. Prompt and response together could be
-                # four tokens longer than this, which is not used.
+                # four tokens longer than this; that room is not used.
                 max_model_len=int(settings["max_req_input_len"]),
                 num_top_log_probs=self._vocab_size,
             )

@@ -226,7 +226,7 @@ class DecodingBatch:
         """
         is_finite = records[..., 1].view(torch.float32).isfinite()  # [steps, N]; index 1 of a draw is its log-prob
         if not is_finite.all():
-            # The first step with such a log-prob, and the first request that has one in this step.
+            # The first step with a log-prob that is not finite, and the first request that has one in this step.
             step = int(is_finite.all(dim=1).int().argmin())
             row = int(self._rows[~is_finite[step]].min())
             raise self._no_distribution(row, self._num_generated + step)

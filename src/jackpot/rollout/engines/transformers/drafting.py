@@ -202,7 +202,8 @@ class DraftedBatch(DecodingBatch):
         drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
 
         for index in range(int(drafted.max())):
-            # The first pass reads the last two tokens of each row, from 1 before its last on; others the newest draft.
+            # The first pass reads the last two tokens of each row, so its positions begin one before the last token.
+            # Every other pass reads the newest draft.
             first = -1 if index == 0 else index
             hidden = self._draft(tokens, self._positions(first, last=index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()

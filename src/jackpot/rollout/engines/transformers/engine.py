@@ -89,7 +89,8 @@ class TransformersEngine(QueuedEngine):
         self._weights = weights
         self._draft = drafter and _draft_model(model, drafter)  # model that proposes tokens; None: nothing drafts
 
-        # Relaxed drafts change the distribution of the tokens; attention in float64 does not depend on the batch.
+        # Relaxed drafts change the distribution of the tokens, as quantization does. Training can compute an engine's
+        # numbers again only if they do not depend on the batch, as with attention in float64.
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         attends_exactly = model.config._attn_implementation in (EXACT, EXACT_FP8)
 

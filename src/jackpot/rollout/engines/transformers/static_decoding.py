@@ -210,7 +210,7 @@ class StaticBatch(DecodingBatch):
         rows, finished = self._rows, []
         self._check_finite(records[:, self._slots])
 
-        # `_slots` has the row of each unfinished request; `_take` drops those that finish.
+        # `_slots` has the row of each unfinished request; `_take` drops the requests that finish.
         try:
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []
@@ -238,7 +238,7 @@ class StaticBatch(DecodingBatch):
         self._slots = torch.arange(len(self._rows))  # [n], on the CPU: row of each unfinished request
         self._is_started = True
         del self._runner
-        self._move()  # to memory with room for new tokens; makes the other tensors
+        self._move()  # moves the cache to memory with room for new tokens, and makes `_draws`
 
     def _move(self) -> None:
         """Move the unfinished rows to new memory, with room for more tokens where the cache is full."""

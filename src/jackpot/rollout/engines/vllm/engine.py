@@ -93,7 +93,7 @@ class VLLMEngine(ThreadEngine):
         self._rows = rows
         self._dtype = DTYPES[settings.dtype]
 
-        # Only quantized weights are handed to vLLM at its start; others it reads from the model's folder.
+        # Only weights that are to be quantized are handed to vLLM at its start; it reads others from the model's folder.
         model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
@@ -110,7 +110,7 @@ class VLLMEngine(ThreadEngine):
 
         super().__init__(version, thread_name="vLLM")
         self._events += self._weight_format.events
-        # Weights to start vLLM with; if there are none, vLLM reads its own.
+        # Weights to start vLLM with; if there are none, vLLM reads those in the model's folder.
         named_weights = model.named_parameters() if settings.quantization else ()
         weights = [(name, weight.detach()) for name, weight in named_weights]
         try:

@@ -217,7 +217,7 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     # In a chain such as x = 9/4 = 2.25 each side must be right, except a name such as `x` at its start.
     sides = split_outside_brackets(answer, "=")
     if expected and len(sides) > 1:
-        # Whether the first side is a name, which is skipped; `x = 5` has lost its name before.
+        # Whether the first side is a name, which is skipped. (`_compare` has removed the name of a mere `x = 5`.)
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
         return all(_as_expression(side, reference, algebra) for side in sides[int(is_named) :])
 
