@@ -401,10 +401,11 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     # for the first prompts by hash or, if each prompt is split, `least` for every prompt and one more for the first
     # `more` of them. Adding `chance` to a number before `int` rounds it at random.
     if model.split == "prompt":
-        count = int(share * len(by_hash) + chance)
-        remaining = dict.fromkeys(by_hash[:count], config.batch.group_size)
+        num_prompts = int(share * len(by_hash) + chance)
+        remaining = dict.fromkeys(by_hash[:num_prompts], config.batch.group_size)
     else:
-        least, more = divmod(int(share * len(prompts) + chance), len(by_hash))
+        num_responses = int(share * len(prompts) + chance)
+        least, more = divmod(num_responses, len(by_hash))
         remaining = {uid: least + (index < more) for index, uid in enumerate(by_hash)}
 
     roles: list[Role] = []

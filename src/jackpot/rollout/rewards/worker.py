@@ -105,7 +105,8 @@ def _set_limits() -> None:
     # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added: their
     # number stands after the slash in the fourth field of /proc/loadavg, as in `0.52 0.58 0.59 2/1034 9142`.
     if _LOAD.exists():
-        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+        num_threads = int(_LOAD.read_text().split()[3].partition("/")[2])
+        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + num_threads)
 
 
 def takes_batches(function: Function) -> bool:
@@ -179,7 +180,8 @@ class _Caller:
 
         # Describe the error in one line: its type, its message, and the last line of its traceback that is in the file
         # of the reward function (`self._name` is `package.module:function`).
-        text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
+        description = "".join(traceback.format_exception_only(error))
+        text = " ".join(description.split()).removeprefix(f"{__name__}.")
         if text == "TimeoutError":  # raised by `asyncio.wait_for`, without a message
             text = f"took longer than {self._timeout:g} s"
         file = getattr(sys.modules.get(self._name.partition(":")[0]), "__file__", None)

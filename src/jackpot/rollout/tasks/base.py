@@ -126,8 +126,8 @@ def decoded_response(
     # Cut the tokens where the model and the environment take turns: every other piece, from the first, is the model's.
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
     turns = [decode(tokenizer, turn) for turn in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
-    last_turn_ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
-    return DecodedResponse(prompt, text, finished, turns=tuple(turns), last_turn_ended=last_turn_ended)
+    ends_turn = len(token_ids) > 0 and bool(sampled_mask[-1]) and int(token_ids[-1]) in turn_end_token_ids
+    return DecodedResponse(prompt, text, finished, turns=tuple(turns), last_turn_ended=finished or ends_turn)
 
 
 class PromptStream:

@@ -121,7 +121,8 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     benchmark = BENCHMARKS[name]
     # Take the split that the settings name, or else the benchmark's split for this purpose, or else its only split.
     splits = {known.split: known for known in (benchmark.train, benchmark.test) if known}
-    split_name = settings.split or (getattr(benchmark, split) or next(iter(splits.values()))).split
+    usual = getattr(benchmark, split) or next(iter(splits.values()))
+    split_name = settings.split or usual.split
     if split_name not in splits:
         raise DataError(f"{name}: {unknown_name('split', split_name, splits)}")
 

@@ -261,7 +261,8 @@ class DraftedBatch(DecodingBatch):
         rows, columns = self._rows, torch.arange(records.shape[1])
         tokens = records[..., 0].long()  # [N, k + 1]
         accepted = records[..., -1].cumprod(dim=1).sum(dim=1)  # [N], number of accepted drafts
-        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (columns <= accepted[:, None])
+        is_drawn = columns <= accepted[:, None]  # [N, k + 1], True at the accepted drafts and the token after them
+        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & is_drawn
         has_stop = is_stop.any(dim=1)
         num_new = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N], new tokens of a row
 

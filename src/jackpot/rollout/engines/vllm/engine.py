@@ -93,7 +93,7 @@ class VLLMEngine(ThreadEngine):
         self._rows = rows
         self._dtype = DTYPES[settings.dtype]
 
-        # Only weights that are to be quantized are handed to vLLM at its start; it reads others from the model's folder.
+        # Weights that are to be quantized are handed to vLLM at its start; others it reads from the model's folder.
         model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)

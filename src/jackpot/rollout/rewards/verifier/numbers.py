@@ -50,6 +50,7 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
         text = rf"{number}\text{{{words}}}"
 
     body, unit = split_unit(text, is_reference) or ("", "")
+    # `2\frac{1}{3}` is matched as `2 1/3`.
     match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body).strip())
     # An amount in dollars has no other unit, and `\text{4 marbles}` is a phrase.
     if match is None or (match["dollar"] and unit) or (wrapped and unit == LABEL):
