@@ -130,7 +130,7 @@ class Critic:
         return numerator, {
             "critic/loss": Mean(
                 total=numerator.detach().double(),
-                squares=numerator.new_zeros(()).double(),  # not measured
+                squares=numerator.new_zeros(()).double(),  # the sum of the squares is not measured
                 count=mask.double().sum(),
             ),
             "critic/clip_frac": Mean.of(is_clipped, mask),

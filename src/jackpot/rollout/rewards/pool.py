@@ -185,7 +185,7 @@ class RewardWorkerPool:
         except IndexError:
             worker = self._started()
 
-        # An async worker limits each call itself, and has a little longer to report which of them took too long.
+        # An async worker limits each call itself, and has a little longer to report which of its calls took too long.
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
         is_worn = True  # True: the process ends now, and is not used for another job

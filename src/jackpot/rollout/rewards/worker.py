@@ -68,6 +68,7 @@ def main() -> None:
         function = import_object(name, "reward")
     except BaseException as error:  # SystemExit too
         ends = f"the reward {name!r} ends the process that imports it: {error!r}"
+        # Tell the pool, and end this process.
         return send({"refused": str(error) if isinstance(error, ConfigError) else ends})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 

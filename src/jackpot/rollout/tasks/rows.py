@@ -435,7 +435,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
             labels = column.get("label")
         case [dict() as column]:
             contents, labels = list(column.values()), list(column)
-        case [[*contents]] | contents:
+        case [[*contents]] | contents:  # one list of texts, or the values of several columns
             pass
 
     options = [text for value in contents if (text := _text(value, ", ".join(columns))) is not None]

@@ -39,6 +39,7 @@ class BatchKVLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append keys and values [N, heads, T, D]; return all keys and values, as views that the next call changes."""
+        # `_rows` rows and `_length` tokens of each are the part of the buffers in use.
         start, self._length = self._length, self._length + key_states.shape[-2]
         if not self.is_initialized:
             self.keys, self.values = key_states, value_states  # one row per unique prompt, until `reorder_cache`
@@ -134,6 +135,7 @@ class RaggedKVLayer(BatchKVLayer):
 
         Return all keys and values of the layer, as views that the next call changes.
         """
+        # `_rows` rows and `_length` columns are the part of the buffers in use.
         columns = self._columns[:, None, :, None]
         self.keys[: self._rows].scatter_(2, columns.expand_as(key_states), key_states)
         self.values[: self._rows].scatter_(2, columns.expand_as(value_states), value_states)

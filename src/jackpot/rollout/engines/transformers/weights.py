@@ -91,6 +91,7 @@ class ModelWeights:
         check_weights(weights, self._shapes, self.coded_weights)
         as_codes = self.coded_weights is not None and self.coded_weights.are_in(weights)
 
+        # Give the tensors that `release` has emptied their memory again.
         tensors = self._parameters | self._buffers
         for name, shape in self._released.items():
             tensors[name].data = tensors[name].new_empty(shape)

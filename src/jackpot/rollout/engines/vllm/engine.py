@@ -137,7 +137,7 @@ class VLLMEngine(ThreadEngine):
         requests or the log-probs of tokens that are asked for.
         """
         self._check_open()
-        with self._changed:
+        with self._changed:  # a condition that is notified when a response ends or generation fails
             self._changed.wait_for(lambda: not self._in_flight.num_unfinished or self._failure is not None)
 
         self._check_awake()
