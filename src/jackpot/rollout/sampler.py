@@ -110,7 +110,7 @@ class Sampler:
         groups = [group for batch in batches for group in batch.groups]
         self._record_errors(iteration, groups)
         if self._config.batch.filter_groups:
-            groups.sort(key=lambda group: group.has_equal_rewards)  # groups with different rewards come first
+            groups.sort(key=lambda group: group.has_equal_rewards)  # groups whose rewards differ come first
 
         wanted = self._config.batch.prompts
         sums = self._sums(batches, groups) | {
@@ -231,7 +231,7 @@ class Sampler:
         failures: Counter[tuple[RewardError, str | None]] = Counter(
             (score.reward_error, score.error_text) for score in scores if score.reward_error
         )
-        if not scores or failures.total() < len(scores):  # some response has a reward
+        if not scores or failures.total() < len(scores):  # no response, or one that has a reward
             return
 
         self._record_errors(1, groups)
@@ -378,8 +378,8 @@ def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean])
 def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> list[Role]:
     """Return the model that generates each response of a generation batch.
 
-    If the rollout model's share of the responses is 2.3 responses, it generates 3 with probability 0.3 and else 2, so
-    that the share is met on average; with `split: prompt` the same holds for prompts. Hashes of the uids choose the
+    If the rollout model's share comes to 2.3 responses, it generates 3 with probability 0.3 and else 2, so that the
+    share is met on average; with `split: prompt` the same holds for prompts. Hashes of the uids choose the
     prompts, so the order of the prompts does not matter.
 
     Args:
