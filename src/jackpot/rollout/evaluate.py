@@ -201,8 +201,8 @@ def _as_completed(
     Two chunks of `concurrency` requests are in flight, so that the engine has work while the last responses of the
     older chunk are generated.
     """
-    # Each turn begins a chunk (`stream_rollouts` submits its requests at once), then yields the rollouts of the chunk
-    # that was begun in the turn before, until that chunk has ended.
+    # Each pass of the loop begins a chunk (`stream_rollouts` submits its requests at once), then yields the rollouts of
+    # the chunk that was begun in the pass before, until that chunk has ended.
     current: Iterator[Rollout] = iter(())
     while chunk := list(islice(requests, concurrency)):
         following = stream_rollouts(engine, task, tokenizer, chunk)

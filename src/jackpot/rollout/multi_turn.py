@@ -137,7 +137,7 @@ class _Episode:
             return
 
         token_ids = self._tokenizer.encode(reply, add_special_tokens=False)
-        if len(response) + len(token_ids) >= self._limit:
+        if len(response) + len(token_ids) >= self._limit:  # no room for a token after the reply
             self.finish = "length"
         else:
             self._segments.append(_reply_segment(token_ids, turn))
@@ -171,5 +171,5 @@ def _reply_segment(token_ids: list[int], turn: Rollout) -> Rollout:
         sampled_mask=torch.zeros(length, dtype=torch.bool),
         top_ids=torch.zeros(length, num_top, dtype=torch.int64),
         top_log_probs=torch.full((length, num_top), -torch.inf),
-        versions=turn.versions[-1:].expand(length, -1),
+        versions=turn.versions[-1:].expand(length, -1),  # the version of the turn's last token
     )

@@ -86,6 +86,7 @@ def estimate_mean(values: NDArray[np.float64]) -> Interval:
     middle = mean + t2 / (2.0 * effective)
     half = sqrt(t2 * (max(largest, 0.0) / effective + t2 / (4.0 * effective**2)))
     low, high = ((middle + offset) / (1.0 + t2 / effective) for offset in (-half, half))
+    # Rounding may move a bound past the mean, or out of 0 to 1.
     return Interval(mean, min(mean, max(0.0, low)), max(mean, min(1.0, high)))
 
 

@@ -110,7 +110,7 @@ class Sampler:
         groups = [group for batch in batches for group in batch.groups]
         self._record_errors(iteration, groups)
         if self._config.batch.filter_groups:
-            groups.sort(key=lambda group: group.has_equal_rewards)
+            groups.sort(key=lambda group: group.has_equal_rewards)  # groups whose rewards differ come first
 
         wanted = self._config.batch.prompts
         sums = self._sums(batches, groups) | {
@@ -120,7 +120,7 @@ class Sampler:
         return RolloutBatch(scored=[member for group in groups[:wanted] for member in group.members], sums=sums)
 
     def begin_ahead(self, iteration: int) -> bool:
-        """Begin the missing rollout batches up to that of iteration `iteration + batch.ahead`.
+        """Begin the rollout batches of later iterations, up to `iteration + batch.ahead`, that were not begun before.
 
         No batch is begun unless the engines hold the newest weights, and none for iterations after the last. Engines
         with nothing to generate sleep. Of a response with several turns only the first turn is generated ahead, because
@@ -136,13 +136,14 @@ class Sampler:
         last = min(iteration + config.batch.ahead, config.iterations)
         missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
-        # The engines hold the newest weights if `takes_weights` was True after the last steps: at most `_reserve`
-        # batches were under way then. `next_batch` has since removed one, if any, so fewer than `_reserve` are left.
+        # The engines hold the newest weights if `takes_weights` was True after the learner's last steps: at most
+        # `_reserve` batches were under way then. `next_batch` has since removed one, if any, so fewer are left.
         engines_have_newest_weights = len(self._under_way) < self._reserve
         if missing_iterations and engines_have_newest_weights:
             self._under_way |= {later: self._submit(later) for later in missing_iterations}
             return True
 
+        # No batch was begun. If none is being generated either, the engines sleep.
         if not any(isinstance(under_way, _PendingBatch) for under_way in self._under_way.values()):
             for role in config.writers(iteration):
                 self._engines[role].sleep()
@@ -152,8 +153,8 @@ class Sampler:
     def takes_weights(self) -> bool:
         """Return whether the engines should take new weights once they have generated everything they were given.
 
-        They should if no more batches are under way than the number that `batches_in_reserve` returns. As soon as the
-        trainer takes one of these batches, the next ones begin, which need the newest weights.
+        They should if at most `batches_in_reserve` rollout batches are under way. As soon as the trainer takes one of
+        these batches, the engines begin the next ones, and must hold the newest weights for that.
         """
         return len(self._under_way) <= self._reserve
 
@@ -164,7 +165,7 @@ class Sampler:
             The generation batches of each rollout batch that was begun, by iteration.
         """
         complete = {iteration: self._complete(iteration, under_way) for iteration, under_way in self._under_way.items()}
-        self._under_way = {**complete}
+        self._under_way = {**complete}  # a copy, since `next_batch` takes batches out of it
         return complete
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,7 +181,10 @@ class Sampler:
         self._under_way = {iteration: list(map(GenerationBatch.from_state, batches)) for iteration, batches in ahead}
 
     def _complete(self, iteration: int, under_way: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
-        """Return the generation batches of an iteration once they are complete; if they were pending, call `check`."""
+        """Return the generation batches of an iteration once they are complete.
+
+        If they were pending, give rollouts of them to `check`, the argument of `Sampler`.
+        """
         if not isinstance(under_way, _PendingBatch):
             return under_way
 
@@ -227,7 +231,7 @@ class Sampler:
         failures: Counter[tuple[RewardError, str | None]] = Counter(
             (score.reward_error, score.error_text) for score in scores if score.reward_error
         )
-        if not scores or failures.total() < len(scores):
+        if not scores or failures.total() < len(scores):  # no response, or one that has a reward
             return
 
         self._record_errors(1, groups)
@@ -358,9 +362,10 @@ class Sampler:
 
 
 def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean]) -> ForwardCost:
-    """Return the cost of generation with drafts, for each token that the policy would read without them.
+    """Return the cost of drafting and verifying together, for each token that the policy would read without drafts.
 
-    `drafts` says how many tokens policy and draft model (the rollout model) read for each of these tokens.
+    `drafts` has two metrics: how many tokens the policy, and the draft model (the rollout model), read in place of each
+    such token. `per_pair` is the cost of one query with one key.
     """
     policy_reads, draft_reads = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
     policy_cost, draft_cost = costs["policy"], costs["rollout_model"]
@@ -373,9 +378,9 @@ def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean])
 def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> list[Role]:
     """Return the model that generates each response of a generation batch.
 
-    Where the share of the rollout model makes 2.3 responses, it generates 3 with probability 0.3 and else 2, so that
-    the share is met on average; with `split: prompt` the same holds for prompts. Hashes of the uids choose the prompts,
-    so the order of the prompts does not matter.
+    If the rollout model's share comes to 2.3 responses, it generates 3 with probability 0.3 and else 2, so that the
+    share is met on average; with `split: prompt` the same holds for prompts. Hashes of the uids choose the
+    prompts, so the order of the prompts does not matter.
 
     Args:
         prompts: uid of the prompt of each response; the responses of a group stand one after the other.
@@ -396,10 +401,11 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     # for the first prompts by hash or, if each prompt is split, `least` for every prompt and one more for the first
     # `more` of them. Adding `chance` to a number before `int` rounds it at random.
     if model.split == "prompt":
-        count = int(share * len(by_hash) + chance)
-        remaining = dict.fromkeys(by_hash[:count], config.batch.group_size)
+        num_prompts = int(share * len(by_hash) + chance)
+        remaining = dict.fromkeys(by_hash[:num_prompts], config.batch.group_size)
     else:
-        least, more = divmod(int(share * len(prompts) + chance), len(by_hash))
+        num_responses = int(share * len(prompts) + chance)
+        least, more = divmod(num_responses, len(by_hash))
         remaining = {uid: least + (index < more) for index, uid in enumerate(by_hash)}
 
     roles: list[Role] = []
@@ -416,7 +422,7 @@ def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
     if overlong is None:
         return score
     limit = config.sampling.max_new_tokens
-    penalty = overlong_penalty(len(rollout.token_ids), limit, overlong.len, overlong.penalty_factor)
+    penalty = overlong_penalty(len(rollout.token_ids), limit, buffer=overlong.len, penalty=overlong.penalty_factor)
     return replace(score, reward=score.reward + penalty)
 
 
@@ -444,6 +450,7 @@ def _rollout_sums(
     """Return the metrics of rewards and responses over everything that was generated.
 
     Args:
+        generated: all rollouts, also those that were discarded.
         discard_reasons: the reason for each rollout that was discarded.
         groups: the scored rollouts, which are not discarded.
         costs: by model, the cost of a forward pass.

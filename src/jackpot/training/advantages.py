@@ -38,10 +38,10 @@ def response_advantages(
 
     advantages = compute_advantages(
         name,
-        torch.tensor([item.score.reward for item in scored], dtype=torch.float64),
-        torch.tensor(groups, dtype=torch.int64),
-        torch.tensor([int(item.rollout.sampled_mask.sum()) for item in scored], dtype=torch.int64),
-        beta,
+        rewards=torch.tensor([item.score.reward for item in scored], dtype=torch.float64),
+        groups=torch.tensor(groups, dtype=torch.int64),
+        lengths=torch.tensor([int(item.rollout.sampled_mask.sum()) for item in scored], dtype=torch.int64),
+        beta=beta,
     )
 
     return [
@@ -97,7 +97,7 @@ class Critic:
         rewards = torch.tensor([item.score.reward for item in scored])[:, None] * _is_last(mask)
 
         # GAE takes padded rows, [B, T].
-        advantages, returns = gae(rewards, padded_values, mask, self._config.gamma, self._config.lam)
+        advantages, returns = gae(rewards, padded_values, mask, gamma=self._config.gamma, lam=self._config.lam)
         lengths = [len(rollout.token_ids) for rollout in rollouts]
 
         # Whitening takes the tokens of all responses in one row, without padding.
@@ -117,7 +117,7 @@ class Critic:
         ]
 
     def loss(self, batch: TokenBatch) -> tuple[Tensor, Sums]:
-        """Compute half the clipped squared error of a micro-batch, summed over its sampled tokens.
+        """Compute half the clipped squared error of the critic's values, summed over a micro-batch's sampled tokens.
 
         Returns:
             The sum (a scalar with gradient, to be divided by the number of tokens of the optimizer step), and metrics.
@@ -130,7 +130,7 @@ class Critic:
         return numerator, {
             "critic/loss": Mean(
                 total=numerator.detach().double(),
-                squares=numerator.new_zeros(()).double(),  # not measured
+                squares=numerator.new_zeros(()).double(),  # the sum of the squares is not measured
                 count=mask.double().sum(),
             ),
             "critic/clip_frac": Mean.of(is_clipped, mask),

@@ -33,9 +33,9 @@ def mini_batches(
 ) -> Iterator[list[TokenBatch]]:
     """Yield, for every optimizer step on one rollout batch, the mini-batch as a list of micro-batches.
 
-    With one step per epoch sequences keep the order of the rollouts; with more, whole sequences are shuffled by `seed`
-    and epoch, as PPO does. The random numbers by which OBRS accepts tokens are hashed from (seed, rollout uid,
-    position, epoch), so that no batching changes them.
+    If an epoch is one step, the sequences keep the order of the rollouts; otherwise they are shuffled by `seed` and
+    epoch, as PPO does. The random numbers by which OBRS, the rejection sampling of the objective, accepts tokens are
+    hashed from (seed, rollout uid, position, epoch), so that no batching changes them.
 
     Args:
         mini_batch_size: number of sequences in one optimizer step; divides the number of rollouts.
@@ -47,7 +47,7 @@ def mini_batches(
         if mini_batch_size < len(order):
             random.Random(f"{seed}/{epoch}/{order[0].rollout.uid}").shuffle(order)
         for start in range(0, len(order), mini_batch_size):
-            yield micro_batches(order[start : start + mini_batch_size], micro_batch_tokens, seed, epoch, pads)
+            yield micro_batches(order[start : start + mini_batch_size], micro_batch_tokens, seed, epoch, pads=pads)
 
 
 def micro_batches(
@@ -77,6 +77,7 @@ def micro_batches(
     for item in by_length:
         longest[item.rollout.prompt.token_ids] = _length(item)
 
+    # Prompts are ordered by their longest sequence; the sequences of a prompt keep their order by length.
     by_prompt = sorted(
         by_length, key=lambda item: (longest[item.rollout.prompt.token_ids], item.rollout.prompt.token_ids)
     )
@@ -244,7 +245,7 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
 
 
 def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
-    """Mark the tokens whose model sampled them with its weights of `version`: [B, T] bool."""
+    """Mark the tokens that were sampled by weights of `version`, those of each token's own model: [B, T] bool."""
     by_rollout_model = batch.versions[..., 1] == version.rollout_model
     if batch.by_policy is None:
         return by_rollout_model

@@ -89,6 +89,7 @@ class RewardWorkerPool:
         self._workers: set[_Worker] = set()  # workers whose process runs
         self._idle: list[_Worker] = []  # workers that have no job
         self._lock = RLock()
+        # Ends the processes: when `close` calls it, or once nothing refers to the pool.
         self._close = weakref.finalize(self, _stop, self._workers, self._lock)
 
     @property
@@ -155,7 +156,7 @@ class RewardWorkerPool:
         for retry in range(self._limits.retries):
             failed_indices = [index for index, result in enumerate(results) if result.error]
             if failed_indices:
-                time.sleep(2.0**retry)
+                time.sleep(2.0**retry)  # 1 s before the first retry, then 2 s, 4 s, ...
                 retried = self._settled([items[index] for index in failed_indices])
                 for index, result in zip(failed_indices, retried, strict=True):
                     results[index] = result._replace(retries=retry + 1)
@@ -166,7 +167,8 @@ class RewardWorkerPool:
         ended_twice = RewardResult(
             0.0, "crash", text="its process ended twice, the second time while it was called alone"
         )
-        # A result is None where the call ended its process.
+        # Where a call ended its process, the result is None. The item is tried again, and gets an error if this
+        # ends that process too.
         return [
             result or self._tried([item], is_fresh=True)[0] or ended_twice
             for item, result in zip(items, self._tried(items, is_fresh=False), strict=True)
@@ -183,7 +185,7 @@ class RewardWorkerPool:
         except IndexError:
             worker = self._started()
 
-        # An async worker limits each call itself, and has a little longer to report which of them took too long.
+        # An async worker limits each call itself, and has a little longer to report which of its calls took too long.
         until = time.monotonic() + self._timeout + (_AWAITED if worker.is_async else 0.0)
         results: list[RewardResult | None] = [None] * len(items)
         is_worn = True  # True: the process ends now, and is not used for another job
@@ -241,6 +243,7 @@ def _result(message: Mapping[str, Any]) -> tuple[int, RewardResult]:
     is_index = type(index) is int and index >= 0
     is_reward = type(result.value) is float and abs(result.value) <= MAX_REWARD
     is_text = result.text is None or isinstance(result.text, str)
+    # A worker knows nothing of retries, which the pool counts.
     is_known = result.retries == 0 and result.error in (None, "crash", "invalid", "timeout")
     if not (is_index and is_reward and is_text and is_known):
         raise EOFError
@@ -265,6 +268,7 @@ class _Worker:
 
         # In a session of its own Ctrl-C does not reach the process, and it can be killed with all that it started.
         with worker_end:  # closed here once the process has it
+            # Processes that the function starts inherit this variable, by which `end` finds and kills them.
             self._mark = secrets.token_hex(8)
             passed = [name for name in os.environ if _SAFE_VARIABLES.fullmatch(name) or name in environment]
             variables = {name: os.environ[name] for name in passed} | {_MARK: self._mark}
@@ -273,9 +277,12 @@ class _Worker:
         self.is_async = self.is_shared = False  # is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:
-        """Wait until the process has imported the function; raise as `RewardWorkerPool.wait_until_ready` does."""
+        """Wait until the process has imported the function; raise as `RewardWorkerPool.wait_until_ready` does.
+
+        `timeout` and `memory` are as in `CallLimits`.
+        """
         until = time.monotonic() + START_TIMEOUT
-        size = int(memory * _GIB) if math.isfinite(memory) else None
+        size = int(memory * _GIB) if math.isfinite(memory) else None  # bytes; None: no limit
         setup = {"function": function, "timeout": timeout, "start_timeout": START_TIMEOUT, "memory": size}
 
         try:

@@ -76,6 +76,7 @@ class RewardFn:
             for reward in rewards
             if reward.name not in BUILT_IN
         }
+        # The verdict may be by a reward function that is none of the rewards.
         if verdict is not None and verdict.name not in (REWARD, *BUILT_IN):
             limits_of.setdefault(verdict.name, CallLimits(timeout=timeout))
 
@@ -113,8 +114,8 @@ class RewardFn:
             verdict: decides `Score.correct`; None: no response is right or wrong.
             limit: seconds after which a call that has not begun is given up, with the error `timeout`.
         """
-        # Compare without algebra first, where None means that only algebra, in a worker, can decide. A response without
-        # an answer is wrong. Where no comparison is needed, every response has one pair without an answer.
+        # Compare without algebra first, where None means that only algebra, in a worker, can decide. In a pair without
+        # an answer the two are not equal; where no comparison is needed, every response has one such pair.
         names = self._used(verdict)
         pairs_of_each = [_pairs(response) if "correct" in names else [("", "")] for response in responses]
         pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))
@@ -124,17 +125,19 @@ class RewardFn:
         comparisons = [{"answer": answer, "reference": reference} for answer, reference in undecided_pairs]
         wait_for_verifier = self._verifier.submit(comparisons, limit)
         items = [_arguments(response) for response in responses]
+        # By name of a reward function that is needed, the function that waits for its results.
         waits = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in names}
 
         def wait() -> list[Score]:
             """Wait for the verifier and the reward functions, and return the scores."""
-            # The verifier's result for each pair of answer and reference: first those found without algebra, where None
-            # counts as wrong, and then, in place of None, those of the worker processes.
+            # The verifier's result for each pair of answer and reference: first `equal`, found without algebra, where
+            # None counts as wrong; then the results of the workers replace those of the `undecided_pairs`.
             verified = {
                 pair: RewardResult(value=float(is_equal or False), error=None) for pair, is_equal in equal.items()
             }
             verified |= zip(undecided_pairs, wait_for_verifier(), strict=True)
-            returned = {name: results() for name, results in waits.items()}
+            # By name of a reward function, its results in the order of the responses.
+            returned = {name: wait_for_results() for name, wait_for_results in waits.items()}
 
             scores = []
             for index, response in enumerate(responses):

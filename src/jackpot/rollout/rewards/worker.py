@@ -68,6 +68,7 @@ def main() -> None:
         function = import_object(name, "reward")
     except BaseException as error:  # SystemExit too
         ends = f"the reward {name!r} ends the process that imports it: {error!r}"
+        # Tell the pool, and end this process.
         return send({"refused": str(error) if isinstance(error, ConfigError) else ends})
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
@@ -105,7 +106,8 @@ def _set_limits() -> None:
     # The kernel's limit counts all threads of the user, so the threads that exist now (of all users) are added: their
     # number stands after the slash in the fourth field of /proc/loadavg, as in `0.52 0.58 0.59 2/1034 9142`.
     if _LOAD.exists():
-        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + int(_LOAD.read_text().split()[3].partition("/")[2]))
+        num_threads = int(_LOAD.read_text().split()[3].partition("/")[2])
+        lower_limit(resource.RLIMIT_NPROC, MOST_PROCESSES + num_threads)
 
 
 def takes_batches(function: Function) -> bool:
@@ -170,16 +172,17 @@ class _Caller:
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """Return the result of a call that failed; print the traceback of the first failure in this process."""
-        self.is_worn = self.is_worn or isinstance(error, MemoryError)
+        self.is_worn = self.is_worn or isinstance(error, MemoryError)  # True: the process is to be replaced
         if not self._has_printed:
             self._has_printed = True
             traceback.print_exception(error)
         reasons = {TimeoutError: "timeout", InvalidReward: "invalid"}
         reason = next((reason for kind, reason in reasons.items() if isinstance(error, kind)), "crash")
 
-        # Describe the error in one line: its type, its message, and the last line that it passed in the file of the
-        # reward function (`self._name` is `package.module:function`).
-        text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{__name__}.")
+        # Describe the error in one line: its type, its message, and the last line of its traceback that is in the file
+        # of the reward function (`self._name` is `package.module:function`).
+        description = "".join(traceback.format_exception_only(error))
+        text = " ".join(description.split()).removeprefix(f"{__name__}.")
         if text == "TimeoutError":  # raised by `asyncio.wait_for`, without a message
             text = f"took longer than {self._timeout:g} s"
         file = getattr(sys.modules.get(self._name.partition(":")[0]), "__file__", None)
@@ -199,7 +202,7 @@ def _reward(name: str, value: Any) -> float:
         InvalidReward: the value is not a number of at most `MAX_REWARD` in absolute value.
     """
     try:
-        reward = math.nan if isinstance(value, str) else float(value)
+        reward = math.nan if isinstance(value, str) else float(value)  # a text is no reward, not even "1"
     except Exception:  # the user's object may raise anything
         reward = math.nan
     if not abs(reward) <= MAX_REWARD:

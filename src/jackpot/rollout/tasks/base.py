@@ -126,8 +126,8 @@ def decoded_response(
     # Cut the tokens where the model and the environment take turns: every other piece, from the first, is the model's.
     changes = (sampled_mask[1:] != sampled_mask[:-1]).nonzero()[:, 0] + 1
     turns = [decode(tokenizer, turn) for turn in token_ids.tensor_split(changes)[::2]] if len(changes) else [text]
-    last_turn_ended = finished or bool(len(token_ids) and sampled_mask[-1] and int(token_ids[-1]) in turn_end_token_ids)
-    return DecodedResponse(prompt, text, finished, turns=tuple(turns), last_turn_ended=last_turn_ended)
+    ends_turn = len(token_ids) > 0 and bool(sampled_mask[-1]) and int(token_ids[-1]) in turn_end_token_ids
+    return DecodedResponse(prompt, text, finished, turns=tuple(turns), last_turn_ended=finished or ends_turn)
 
 
 class PromptStream:
@@ -154,7 +154,7 @@ class PromptStream:
         self._ends = list(accumulate(source.weight for source in self._sources))
         self._key = fold_in(seed, "mix")  # key from which the source of each prompt is drawn
         self._drawn = [0] * count  # number of prompts drawn from each source so far
-        # For each source, an epoch and the order of the source's problems in that epoch; epoch -1 before the first.
+        # For each source, the newest epoch that was shuffled (-1: none), and the order of the problems in this epoch.
         self._orders = [(-1, [0])] * count
 
     def next(self, n: int) -> list[Prompt]:

@@ -121,7 +121,8 @@ def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
     benchmark = BENCHMARKS[name]
     # Take the split that the settings name, or else the benchmark's split for this purpose, or else its only split.
     splits = {known.split: known for known in (benchmark.train, benchmark.test) if known}
-    split_name = settings.split or (getattr(benchmark, split) or next(iter(splits.values()))).split
+    usual = getattr(benchmark, split) or next(iter(splits.values()))
+    split_name = settings.split or usual.split
     if split_name not in splits:
         raise DataError(f"{name}: {unknown_name('split', split_name, splits)}")
 
@@ -171,12 +172,12 @@ class Problems:
     """All problems of a source, held in memory.
 
     Args:
-        measure: returns the size of the prompt of each row.
+        measure: returns the `PromptSize` of each row.
         limit: rows whose prompt has more tokens than this are left out; None: no limit.
 
     Raises:
-        DataError: as `DataSource.rows`; no problem is left; two rows have equal ids (names both rows); or the tokenizer
-            has no tokens for parts of half of the prompts.
+        DataError: as `DataSource.rows`; no problem is left; two rows have equal ids (names both rows); or half of the
+            prompts have a part for which the tokenizer has no tokens.
     """
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
@@ -205,7 +206,7 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
     `measure` and `limit` are as in `Problems`.
 
     Raises:
-        DataError: no row can be used, or the tokenizer has no tokens for parts of half of the prompts.
+        DataError: no row can be used, or half of the prompts have a part for which the tokenizer has no tokens.
     """
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):
@@ -220,12 +221,12 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
             rows=len(batch),
             without_answer=len(batch) - len(answered),
             long_answer=len(answered) - len(verifiable),
-            too_long=len(verifiable) - len(usable),
+            too_long=len(verifiable) - len(usable),  # too many characters to be measured, or too many tokens
             unreadable_answer=sum(not any(map(is_readable, row.answers)) for row, _ in usable),
             unknown_tokens=sum(size.has_unknown for _, size in usable),
         )
 
-        # Refuse a tokenizer that lacks tokens for half of the prompts read so far.
+        # Refuse a tokenizer that lacks tokens for half of the prompts read so far (if there are any).
         if 2 * counts["unknown_tokens"] >= max(counts.kept, 1):
             row = next(row for row, size in usable if size.has_unknown)
             raise DataError(

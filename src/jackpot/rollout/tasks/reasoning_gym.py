@@ -49,6 +49,7 @@ class ReasoningGym(Task):
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
         workers = free_cores() if settings.reward_workers == "auto" else settings.reward_workers
+        # Processes that score answers by `gym_scorer.score_answer`.
         self._pool = RewardWorkerPool(_SCORER, CallLimits(settings.reward_timeout), workers=workers)
 
     def size(self, split: Split) -> None:

@@ -81,11 +81,11 @@ def make_sets(
     check_sets(benchmarks)
     tasks: dict[str, Task] = {}
     for benchmark in benchmarks:
-        if benchmark in SETS and benchmark not in BENCHMARKS:  # arithmetic, which is generated
+        if benchmark in SETS and benchmark not in BENCHMARKS:  # an arithmetic task, which generates its problems
             task = make_task(getattr(settings, benchmark), tokenizer)
         else:
             columns = {} if benchmark in BENCHMARKS else {"columns": settings.columns, "answers": settings.answers}
             task = make_benchmark(DataConfig(source=benchmark, **columns), tokenizer, settings.math, reward_fn)
-            reward_fn = task.reward_fn
+            reward_fn = task.reward_fn  # the next benchmarks share it
         tasks[set_name(benchmark)] = task
     return tasks

@@ -262,7 +262,7 @@ Problem = str | tuple[Message, ...]
 
 
 class DataRow(NamedTuple):
-    """A row of a data source, from which its problem, right answers and id were read."""
+    """The problem, right answers and id that were read from one row of a data source."""
 
     uid: str
     problem: Problem  # text, or the messages of a chat
@@ -300,6 +300,7 @@ def make_reader(
     columns, choose_column = settings.columns, partial(_column, first)
     # The problem is one column, or several whose names stand in braces.
     problem_columns = [columns.problem] if columns.problem else benchmark.problem
+    # The columns in braces, which `_problem` joins; empty for a single column.
     joined_columns = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
     problem_column = problem_columns[0] if joined_columns else choose_column("problem", problem_columns)
     answer_column = choose_column("answer", [columns.answer] if columns.answer else list(benchmark.answer))
@@ -434,7 +435,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
             labels = column.get("label")
         case [dict() as column]:
             contents, labels = list(column.values()), list(column)
-        case [[*contents]] | contents:
+        case [[*contents]] | contents:  # one list of texts, or the values of several columns
             pass
 
     options = [text for value in contents if (text := _text(value, ", ".join(columns))) is not None]

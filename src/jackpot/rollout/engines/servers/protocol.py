@@ -124,7 +124,7 @@ def check_answer(finish_reason: str, received: Sequence[int], prompt: Sequence[i
     """Check that the server read the prompt that it was sent, and that the response was not cut short.
 
     Args:
-        received: token ids of the prompt that the answer repeats.
+        received: token ids of the prompt, as the answer repeats them.
 
     Raises:
         ValueError: the response was cut short.
@@ -221,7 +221,8 @@ def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbReque
     tokens = rollout.token_ids.tolist()
     text = (*rollout.prompt.token_ids, *tokens)
     prompt_length = len(rollout.prompt.token_ids)
-    # At temperature 1 the one request for the last token also returns the log-probs of the tokens before it.
+    # Positions in the response for which requests are made. At temperature 1 the request for the last token returns the
+    # log-probs of all response tokens before it too.
     positions = [len(tokens) - 1] if temperature == 1.0 else range(len(tokens))
 
     return [
@@ -243,8 +244,9 @@ def score_by_requests(
     """Return the log-probs of response tokens, [T] float32 for each rollout.
 
     Args:
-        answers: returns the log-probs that each request asks for, first of the prompt's last tokens, then of `token`;
-            it is given the requests of all rollouts in order, each with the uid of its rollout.
+        answers: sends the requests of all rollouts, each given with the uid of its rollout. It returns a list of
+            log-probs for each request, in order: those of the last tokens of the request's `prompt`, then that of its
+            `token`.
     """
     by_rollout = [log_prob_requests(rollout, temperature) for rollout in rollouts]
     named_requests: list[tuple[str, LogProbRequest]] = []
@@ -254,6 +256,7 @@ def score_by_requests(
     results = iter(answers(named_requests))  # a list of log-probs for each request
     scores = []
     for requests in by_rollout:
+        # The lists of a rollout's requests, one after the other, are the log-probs of its response tokens.
         log_probs = chain.from_iterable(islice(results, len(requests)))
         scores.append(torch.tensor(list(log_probs), dtype=torch.float32))
     return scores

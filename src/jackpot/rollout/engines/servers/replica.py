@@ -84,7 +84,7 @@ class Replica(Peer):
         except PeerRestarted:
             version = _INITIAL_VERSION
             self.was_restarted = True
-            self._last_check = None
+            self._last_check = None  # the weights whose checksums it has are lost
 
         if self._sent_weights is not None and self._sent_weights.version != version:
             self._sent_weights = None

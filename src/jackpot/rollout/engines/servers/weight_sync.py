@@ -179,7 +179,7 @@ def check_loaded(
 
     stale = []  # parameters that have not changed on the server, and have changed in the file
     if verified is not None:
-        old, before = verified
+        old, before = verified  # the weights that were accepted last, and the server's checksums of them
         unchanged = [key for key in expected if key not in equal and after[key] == before.get(key)]
         stale = [key for key in unchanged if expected[key] != old.checksums.get(without_rank(key))]
 

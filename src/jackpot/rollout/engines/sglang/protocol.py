@@ -95,7 +95,7 @@ def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
     sampling_params = {
         **NEUTRAL,
         "top_p": 1.0,
-        "top_k": -1,
+        "top_k": -1,  # all tokens
         "min_new_tokens": 0,
         "n": 1,
         "ignore_eos": False,
@@ -107,7 +107,7 @@ def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
         "input_ids": list(prompt),
         "sampling_params": sampling_params,
         "return_logprob": True,
-        "logprob_start_len": -1,
+        "logprob_start_len": -1,  # no log-probs of the prompt
         "top_logprobs_num": 0,
         "return_text_in_logprobs": False,
         "return_prompt_token_ids": True,
@@ -132,10 +132,11 @@ def parse_answer(
     meta = _checked_meta(answer, request.prompt.token_ids, uid)
 
     sampled = _entries(meta["output_token_logprobs"])
+    # The top tokens at the position of each sampled token; none if none were asked for.
     tops = meta["output_top_logprobs"] if num_top else [[]] * len(sampled)
     rows = [
-        log_prob_row(token, value, dict(_entries(top)), num_top, uid, _REMEDIES.few_log_probs)
-        for (token, value), top in zip(sampled, tops, strict=True)
+        log_prob_row(token, log_prob, dict(_entries(top)), num_top=num_top, uid=uid, advice=_REMEDIES.few_log_probs)
+        for (token, log_prob), top in zip(sampled, tops, strict=True)
     ]
 
     return checked_rollout(
@@ -173,7 +174,7 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
 
 
 def _checked_meta(answer: Any, prompt: Sequence[int], uid: str) -> Any:
-    """Return the entry `meta_info` of an answer, with log-probs and tokens, once `check_answer` accepts the answer."""
+    """Return `meta_info` of an answer, which holds its log-probs and tokens, once `check_answer` accepts the answer."""
     meta = answer["meta_info"]
     check_answer(meta["finish_reason"]["type"], answer["prompt_token_ids"], prompt, uid)
     return meta

@@ -62,7 +62,7 @@ class SGLangReplica(Replica):
             info = ServerInfo(
                 device=str(settings["device"]),
                 # SGLang's limit for prompts, which must be shorter than this. Prompt and response together could be
-                # four tokens longer than this, which is not used.
+                # four tokens longer than this; that room is not used.
                 max_model_len=int(settings["max_req_input_len"]),
                 num_top_log_probs=self._vocab_size,
             )
@@ -124,11 +124,12 @@ class SGLangServerEngine(ServerEngine):
     _settings: SGLangServerEngineConfig
 
     def _replica(self, url: str, client: SGLangClient) -> SGLangReplica:
+        """Return the engine's side of the server at `url`, which `client` calls."""
         return SGLangReplica(
             url,
             client,
-            self._id,
-            self._settings,
+            version_prefix=self._id,
+            settings=self._settings,
             dtype=self._dtype,
             vocab_size=self._vocab_size,
             parameters=self._parameters,

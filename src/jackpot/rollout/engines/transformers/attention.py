@@ -117,7 +117,7 @@ def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineCon
     """
     quantizes_activations = settings.quantization is not None and SCHEMES[settings.quantization].activations is not None
     exact = quantizes_activations and settings.draft is None and model.device.type == "cpu"
-    set_attention(model, settings.attn_implementation, settings.kv_cache_dtype == "fp8", exact)
+    set_attention(model, settings.attn_implementation, fp8_cache=settings.kv_cache_dtype == "fp8", exact=exact)
 
 
 def set_attention(

@@ -74,16 +74,18 @@ class ModelRunner:
 
         ids, mask = pad_tokens(list(unique), "left", device)  # [U, longest prompt]
         hidden = self._forward(ids, mask, position_ids(mask))[:, -1]
-        index = upload(torch.tensor([unique[prompt] for prompt in self._prompts]), device)  # [R], row's unique prompt
-        reorder_rows(self.cache, index)
+        # [R], for each row the index of its prompt among the unique ones
+        prompt_of_row = upload(torch.tensor([unique[prompt] for prompt in self._prompts]), device)
+        reorder_rows(self.cache, prompt_of_row)
 
         self.length = ids.shape[1]  # cached tokens of a row, padding included
-        self.positions = mask.sum(dim=1)[index]  # [N], position of the next token
-        self._is_token = torch.ones(len(index), self.max_length, dtype=torch.bool, device=device)  # False: padding
-        self._is_token[:, : self.length] = mask[index]
+        self.positions = mask.sum(dim=1)[prompt_of_row]  # position of each row's next token: [R], later [N]
+        # [R, largest number of cached tokens], False at padding
+        self._is_token = torch.ones(len(prompt_of_row), self.max_length, dtype=torch.bool, device=device)
+        self._is_token[:, : self.length] = mask[prompt_of_row]
         self._is_padded = not mask.all()
         self._padding_mask = self._additive_mask() if self._is_padded else None
-        return hidden[index]
+        return hidden[prompt_of_row]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
         """Run the model on each row's newest token, [N]; return the hidden states that predict the next, [N, H]."""
@@ -222,8 +224,9 @@ class DecodingBatch:
 
         `records` [steps, N, 2 + 2K] are the packed draws (`pack_draw`) of one or more steps.
         """
-        is_finite = records[..., 1].view(torch.float32).isfinite()
+        is_finite = records[..., 1].view(torch.float32).isfinite()  # [steps, N]; index 1 of a draw is its log-prob
         if not is_finite.all():
+            # The first step with a log-prob that is not finite, and the first request that has one in this step.
             step = int(is_finite.all(dim=1).int().argmin())
             row = int(self._rows[~is_finite[step]].min())
             raise self._no_distribution(row, self._num_generated + step)
@@ -240,7 +243,7 @@ class DecodingBatch:
         self._records[self._rows, self._num_generated] = records
         self._num_generated += 1
 
-        tokens = records[:, 0]
+        tokens = records[:, 0]  # index 0 of a draw is its token
         is_stop = (self._stops[self._rows] == tokens[:, None]).any(dim=1)
         is_finished = is_stop | (self._limits[self._rows] == self._num_generated)  # [N]
         if not is_finished.any():
@@ -324,7 +327,7 @@ def _compaction(is_removed: Tensor) -> Tensor:
         [number of rows that stay] int64; rows before the first removed row keep their index.
     """
     # Where row 1 of 4 rows is removed, the order is [0, 3, 2].
-    count = int((~is_removed).sum())
+    count = int((~is_removed).sum())  # number of rows that stay; those behind the first `count` slots move into them
     order = torch.arange(count)
     order[is_removed[:count]] = count + (~is_removed[count:]).nonzero()[:, 0]
     return order

@@ -36,19 +36,19 @@ _DRAFT, _ACCEPT, _OTHER = range(3)
 
 
 class RaggedRunner:
-    """A model with a cache of rows of different lengths; it appends new tokens to each row at the row's end."""
+    """A model with a cache of rows of different lengths; a call appends new tokens at the end of each row."""
 
-    def __init__(self, model: PreTrainedModel, prompts: ModelRunner) -> None:
-        """Take over the cache of a runner that has read the prompts, for a model that `decodes_statically`."""
-        cache = prompts.cache
+    def __init__(self, model: PreTrainedModel, prefilled: ModelRunner) -> None:
+        """Take over the cache of `prefilled`, which has read the prompts of a model that `decodes_statically`."""
+        cache = prefilled.cache
         assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
         self._model, self._cache = model, cache
         self._windows = layer_windows(model.config)
         self._layers: list[RaggedKVLayer] = []
 
         # Prompts are padded on the left: move the tokens of each row to the columns of their positions.
-        width = prompts.length  # columns of the prompts, padding included
-        padding = width - prompts.positions  # [N], columns of padding before each row's prompt
+        width = prefilled.length  # columns of the prompts, padding included
+        padding = width - prefilled.positions  # [N], columns of padding before each row's prompt
         # [N, width], old column of the token at each position; behind a row's end any column will do
         columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)
         for index, layer in enumerate(cache.layers):
@@ -56,11 +56,11 @@ class RaggedRunner:
                 states[: len(columns), :, :width].take_along_dim(columns[:, None, :, None], dim=2)
                 for states in (layer.keys, layer.values)
             )
-            self._layers.append(RaggedKVLayer(keys, values, prompts.max_length))
+            self._layers.append(RaggedKVLayer(keys, values, prefilled.max_length))
             cache.layers[index] = self._layers[-1]  # frees the old one
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Run tokens and return the hidden states that predict the next tokens, [N, T, H].
+        """Run the model on T new tokens of each row; return the hidden states that predict the next tokens, [N, T, H].
 
         Args:
             tokens: [N, T] token ids.
@@ -70,7 +70,7 @@ class RaggedRunner:
         for layer in self._layers:
             layer.write_at(positions, length)
 
-        first = torch.zeros_like(positions[:, :1])  # queries see the keys from column 0 on
+        first = torch.zeros_like(positions[:, :1])  # a query sees the columns from 0 to its own position
         masks = layer_masks(first, positions, length, self._windows, self._model.dtype)
         return masked_forward(self._model, tokens, positions, self._cache, masks)
 
@@ -82,9 +82,9 @@ class RaggedRunner:
 class DraftedBatch(DecodingBatch):
     """A `DecodingBatch` whose steps generate several tokens of a row, with drafts, from the second token on.
 
-    Three separate uniforms, hashed from the request's seed and the index t, draw the draft of token t, decide on its
-    acceptance, and draw the token in place of a rejected draft. How many tokens a row drafts depends on that row alone,
-    so a response does not depend on its batch.
+    Three separate uniforms for each token, hashed from the request's seed and the token's index in the response, draw
+    the draft, decide on its acceptance, and draw the token where no draft is accepted. How many tokens a row drafts
+    depends on that row alone, so a response does not depend on its batch.
     """
 
     def __init__(self, *arguments: Any, draft: PreTrainedModel, settings: DraftConfig, counts: DraftCounts) -> None:
@@ -198,10 +198,12 @@ class DraftedBatch(DecodingBatch):
         model, device = self._draft_model, self._model.device
         tokens = upload(self._tail[self._rows], device)
         nothing = torch.zeros(len(tokens), output_layer(model).out_features, device=device)
-        drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]  # columns, of which the last stays without drafts
+        # Lists of columns. They begin with the last column, which has no drafts; drafted columns go before it.
+        drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
 
         for index in range(int(drafted.max())):
-            # The first pass reads the last two tokens of each row, and every other pass the newest draft.
+            # The first pass reads the last two tokens of each row, so its positions begin one before the last token.
+            # Every other pass reads the newest draft.
             first = -1 if index == 0 else index
             hidden = self._draft(tokens, self._positions(first, last=index))[:, -1]
             distribution = self._log_probs(model, hidden).exp_()
@@ -219,15 +221,15 @@ class DraftedBatch(DecodingBatch):
             drafts, probs: as returned by `_propose`.
 
         Returns:
-            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`), and then 1 where the draft was accepted,
-            which is then the token of the draw, else 0.
+            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`, 2 + 2K numbers) and then 1 where the draft
+            was accepted, so that the draft is the token of the draw, else 0.
         """
         last = drafts.shape[1] - 1
         # The policy reads the last token of each row and then its drafts.
         tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
-        hidden = self._policy(tokens, self._positions(0, last))
+        hidden = self._policy(tokens, self._positions(first=0, last=last))
         # [N, k + 1, 2], a uniform that decides on the draft, and one that draws another token
-        random = torch.stack([self._uniforms(_ACCEPT, 0, last), self._uniforms(_OTHER, 0, last)], dim=-1)
+        random = torch.stack([self._uniforms(use, first=0, last=last) for use in (_ACCEPT, _OTHER)], dim=-1)
 
         size = max(1, _MAX_PROBS // probs.shape[-1])  # columns that are judged at once
         pieces = (tensor.flatten(0, 1).split(size) for tensor in (hidden, probs, drafts, random))
@@ -235,15 +237,16 @@ class DraftedBatch(DecodingBatch):
         return torch.cat(judged).unflatten(0, drafts.shape)
 
     def _judge(self, hidden: Tensor, probs: Tensor, drafts: Tensor, random: Tensor) -> Tensor:
-        """Decide on M drafts, whatever their rows and columns; return [M, 3 + 2K], each as `_verify` returns it.
+        """Decide on M drafts of any rows and columns; return for each the 3 + 2K numbers that `_verify` describes.
 
-        `hidden` [M, H] are states of the policy, and `probs` [M, V] distributions of the draft model.
+        `hidden` [M, H] are states of the policy, `probs` [M, V] distributions of the draft model, `random` [M, 2] the
+        uniforms of `_verify`.
         """
         verdict = verify(self._log_probs(self._model, hidden), probs, drafts, random, self._lam)
         tokens = torch.where(verdict.accepted, drafts, verdict.replacements)
         log_probs = verdict.log_probs.gather(1, tokens[:, None])[:, 0]
         top_log_probs, top_ids = largest(verdict.log_probs, self._settings.num_top_log_probs)
-        draw = Draw(tokens, log_probs, top_ids, top_log_probs)
+        draw = Draw(tokens=tokens, log_probs=log_probs, top_ids=top_ids, top_log_probs=top_log_probs)
         return torch.cat([pack_draw(draw), verdict.accepted[:, None].int()], dim=1)
 
     def _take_verified(self, records: Tensor, drafted: Tensor) -> list[Rollout]:
@@ -258,32 +261,36 @@ class DraftedBatch(DecodingBatch):
         rows, columns = self._rows, torch.arange(records.shape[1])
         tokens = records[..., 0].long()  # [N, k + 1]
         accepted = records[..., -1].cumprod(dim=1).sum(dim=1)  # [N], number of accepted drafts
-        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & (columns <= accepted[:, None])
+        is_drawn = columns <= accepted[:, None]  # [N, k + 1], True at the accepted drafts and the token after them
+        is_stop = (self._stops[rows, None] == tokens[..., None]).any(dim=-1) & is_drawn
         has_stop = is_stop.any(dim=1)
         num_new = torch.where(has_stop, is_stop.int().argmax(dim=1), accepted) + 1  # [N], new tokens of a row
 
-        # All new tokens of all rows in one list: the place of each in `records`, its draw, and where that is stored.
+        # All new tokens of all rows in one list: the row and column of each in `records`, its draw, and the request and
+        # the index in the response under which the draw is stored.
         row, column = (columns < num_new[:, None]).nonzero(as_tuple=True)
-        draws = records[row, column, :-1]
-        request = rows[row]  # index of the request
-        token_index = self._lengths[request] + column  # index of the token in the response
-        if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():
-            first = int(is_finite.int().argmin())
+        draws = records[row, column, :-1]  # without the last number, which says whether the draft was accepted
+        request = rows[row]
+        token_index = self._lengths[request] + column
+        if not (is_finite := draws[:, 1].view(torch.float32).isfinite()).all():  # index 1 of a draw is its log-prob
+            first = int(is_finite.int().argmin())  # the first token whose log-prob is not finite
             raise self._no_distribution(int(request[first]), int(token_index[first]))
 
         self._records[request, token_index] = draws
-        # The last two tokens of each row are now in the columns `num_new` - 1 and `num_new` of `newest`.
+        # `newest` has the last token before this pass in column 0, then the columns of `tokens`. So the last two tokens
+        # of each row are now in its columns `num_new` - 1 and `num_new`.
         newest = torch.cat([self._tail[rows, 1:], tokens], dim=1)
         self._tail[rows] = newest.gather(1, num_new[:, None] - torch.tensor([1, 0]))
         self._lengths[rows] += num_new
 
         self._count(drafted, accepted, num_new)
-        if self._follows_acceptance:
+        if self._follows_acceptance:  # a row whose drafts were all accepted drafts two more next time, others one less
             num_drafts = torch.where(accepted == drafted, drafted + 2, drafted - 1)
             self._num_drafts[rows] = num_drafts.clamp(1, _MOST_DRAFTS)
 
         is_finished = has_stop | (self._limits[rows] == self._lengths[rows])
         finished: list[Rollout] = []
+        # `_rollouts` takes rows of one length.
         for length in self._lengths[rows[is_finished]].unique().tolist():
             ended = is_finished & (self._lengths[rows] == length)
             finished += self._rollouts(rows[ended], length, has_stop[ended])
@@ -293,16 +300,17 @@ class DraftedBatch(DecodingBatch):
         return finished
 
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
-        """Add a pass of the policy to the `DraftCounts`, from each row's numbers of drafts, accepted and new tokens."""
+        """Count one pass of the policy in `DraftCounts`: [N] drafts, accepted drafts and new tokens of each row."""
         counts, verifies = self._counts, drafted > 0  # [N], True for rows that have drafts
         counts.tokens += int(num_new.sum())
         counts.passes += len(num_new)
         counts.verifications += int(verifies.sum())
         counts.verified += int(num_new[verifies].sum())
+        # The accepted drafts and, if not all were accepted, the one that was rejected.
         counts.judged += int(torch.minimum(accepted + 1, drafted).sum())
         counts.accepted += int(accepted.sum())
         counts.read_alone += int(num_new.sum())  # what the policy would read without drafts
-        # The policy reads each row's newest token and drafts; the draft model, of rows that draft, two tokens and all
-        # drafts but the last.
+        # The policy reads each row's newest token and drafts. Where a row drafts, the draft model reads the last two
+        # tokens and all drafts but the last: one token more than there are drafts.
         counts.read_by_policy += int(drafted.sum()) + len(drafted)
         counts.read_by_draft += int(drafted[verifies].sum() + verifies.sum())

@@ -89,7 +89,8 @@ class TransformersEngine(QueuedEngine):
         self._weights = weights
         self._draft = drafter and _draft_model(model, drafter)  # model that proposes tokens; None: nothing drafts
 
-        # Relaxed drafts change the distribution of the tokens; attention in float64 does not depend on the batch.
+        # Relaxed drafts change the distribution of the tokens, as quantization does. Training can compute an engine's
+        # numbers again only if they do not depend on the batch, as with attention in float64.
         is_relaxed = drafter is not None and settings.draft is not None and settings.draft.lam < 1.0
         attends_exactly = model.config._attn_implementation in (EXACT, EXACT_FP8)
 
@@ -170,7 +171,7 @@ class TransformersEngine(QueuedEngine):
         return digest
 
     def _release(self) -> None:
-        """Release the memory of the weights. On a GPU, which has not been tried, other processes can use it then."""
+        """Release the memory of the weights, on a GPU to other processes too; this has not been tried on a GPU."""
         self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
@@ -200,7 +201,7 @@ class TransformersEngine(QueuedEngine):
         """
 
         def shared(request: Request) -> tuple[BatchSettings, bool]:
-            """Return the settings that must be equal within a batch."""
+            """Return those settings of a request that must be equal within a batch."""
             return batch_settings(request.sampling), request.exact_drafts
 
         # `alike` has the requests at the front of the queue whose settings are equal.

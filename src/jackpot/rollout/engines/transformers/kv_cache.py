@@ -18,7 +18,7 @@ _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
 
 
 def grown_length(length: int, max_length: int) -> int:
-    """Return the room for each row, in tokens, to which a cache grows that is full with `length` tokens a row."""
+    """Return the new room for each row of a cache that is full at `length` tokens; it is never above `max_length`."""
     return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 
@@ -38,7 +38,8 @@ class BatchKVLayer(DynamicLayer):
         self._length, self._rows = 0, 0  # part of the buffers in use: tokens of each row, and rows
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append keys and values [N, heads, T, D]; return all of the layer, as views that the next call changes."""
+        """Append keys and values [N, heads, T, D]; return all keys and values, as views that the next call changes."""
+        # `_rows` rows and `_length` tokens of each are the part of the buffers in use.
         start, self._length = self._length, self._length + key_states.shape[-2]
         if not self.is_initialized:
             self.keys, self.values = key_states, value_states  # one row per unique prompt, until `reorder_cache`
@@ -56,7 +57,7 @@ class BatchKVLayer(DynamicLayer):
         Args:
             moved: the indices i with `beam_idx[i] != i`; None: computed here, which waits for the device.
         """
-        if len(beam_idx) > len(self.keys):
+        if len(beam_idx) > len(self.keys):  # after the prefill: each row gets a copy of its prompt's keys and values
             self._reallocate(beam_idx, self._length)
         else:
             moved = _moved_rows(beam_idx) if moved is None else moved
@@ -125,7 +126,7 @@ class RaggedKVLayer(BatchKVLayer):
             columns: [N, T] int64, the column of each new token of each row.
             length: number of columns that attention reads from now on; at least 1 + the last column of any row.
         """
-        if length > self.keys.shape[2]:
+        if length > self.keys.shape[2]:  # the buffers are too small: keep the columns in use so far
             self._reallocate(slice(0, self._rows), self._length)
         self._columns, self._length = columns, length
 
@@ -134,6 +135,7 @@ class RaggedKVLayer(BatchKVLayer):
 
         Return all keys and values of the layer, as views that the next call changes.
         """
+        # `_rows` rows and `_length` columns are the part of the buffers in use.
         columns = self._columns[:, None, :, None]
         self.keys[: self._rows].scatter_(2, columns.expand_as(key_states), key_states)
         self.values[: self._rows].scatter_(2, columns.expand_as(value_states), value_states)
@@ -154,7 +156,7 @@ def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | Dyna
     if not keeps_plain_keys(config):
         return DynamicCache(config=config)
     windows = layer_windows(config)
-    return BatchKVCache(len(windows), max_length, min(filter(None, windows), default=None))
+    return BatchKVCache(len(windows), max_length, sliding_window=min(filter(None, windows), default=None))
 
 
 def reorder_rows(cache: BatchKVCache | DynamicCache, order: Tensor) -> None:
@@ -163,5 +165,5 @@ def reorder_rows(cache: BatchKVCache | DynamicCache, order: Tensor) -> None:
 
 
 def _moved_rows(order: Tensor) -> Tensor:
-    """Return the indices i with `order[i] != i`."""
+    """Return the indices of the rows that `order` replaces by another row: all i with `order[i] != i`."""
     return (order != torch.arange(len(order), device=order.device)).nonzero()[:, 0]

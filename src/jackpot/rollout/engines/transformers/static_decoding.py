@@ -96,7 +96,7 @@ def masked_forward(
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
-    """Return whether `StaticBatch` can decode a model: its layers cache single tokens and use `grouped_attention`."""
+    """Return whether `StaticBatch` can decode a model: it attends by `grouped_attention` to one cached key a token."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
@@ -114,9 +114,9 @@ def decoding_event(
 
 
 class GraphCapture:
-    """A function that captures a decoding step as a CUDA graph, which replays it.
+    """A function that captures a decoding step as a CUDA graph, and returns a function that replays the graph.
 
-    Without a GPU, or after a failure, the function returns the step itself.
+    Without a GPU, or after a capture has failed, it returns the step itself, unchanged.
     """
 
     def __init__(self, device_type: str, events: list[dict[str, Any]]) -> None:
@@ -125,12 +125,12 @@ class GraphCapture:
         Args:
             events: list to which events about captures are added.
         """
-        self._captures = device_type == "cuda"  # False also after a failure
+        self._captures = device_type == "cuda"  # whether steps are captured; False also after a failure
         self._events = events
         events.append(decoding_event("static", self._captures))
 
     def __call__(self, step: Step) -> Step:
-        """Return a function that repeats `step`, reading and writing at the same addresses; without a graph, `step`.
+        """Return a function that does what `step` does, at the same addresses: `step` itself if nothing is captured.
 
         Args:
             step: step of decoding, which has run once before.
@@ -186,7 +186,8 @@ class StaticBatch(DecodingBatch):
         if not self._num_generated:
             return super().step()
 
-        num_rows, num_unfinished = len(self._last_tokens), len(self._rows)  # finished rows stay until `_move`
+        # The number of rows counts finished ones too, which stay until `_move`.
+        num_rows, num_unfinished = len(self._last_tokens), len(self._rows)
         if not self._is_started:
             self._start()
         # Get more room if the cache is full, or drop finished rows where at least half of the rows have finished.
@@ -205,11 +206,11 @@ class StaticBatch(DecodingBatch):
                     self._run()
         self._length += count
 
-        records = self._draws[-count:].cpu()  # the only wait for the device
+        records = self._draws[-count:].cpu()  # [count, N, 2 + 2K], packed draws; the only wait for the device
         rows, finished = self._rows, []
         self._check_finite(records[:, self._slots])
 
-        # `_slots` has the row of each unfinished request; `_take` drops those that finish.
+        # `_slots` has the row of each unfinished request; `_take` drops the requests that finish.
         try:
             for drawn in records:
                 finished += self._take(drawn[self._slots]) if len(self._rows) else []
@@ -230,20 +231,22 @@ class StaticBatch(DecodingBatch):
         assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
         self._cache, self._max_length = cache, runner.max_length
         self._prompt_length = runner.length  # columns of the prompts
-        self._length, self._room = runner.length, runner.length  # columns that are written, and all columns
+        self._length = runner.length  # number of columns that are written
+        self._room = runner.length  # number of all columns
         self._padding = runner.length - runner.positions  # [N], columns of padding before each row's prompt
         self._column = torch.full_like(runner.positions[:1], runner.length)  # the next column of the cache
         self._slots = torch.arange(len(self._rows))  # [n], on the CPU: row of each unfinished request
         self._is_started = True
         del self._runner
-        self._move()
+        self._move()  # moves the cache to memory with room for new tokens, and makes `_draws`
 
     def _move(self) -> None:
         """Move the unfinished rows to new memory, with room for more tokens where the cache is full."""
         device, room = self._column.device, self._room
         order = upload(self._slots, device)  # the unfinished rows
         if self._length == room:
-            room = -(-grown_length(room, self._max_length) // 16) * 16  # kernels read masks in pieces of 16
+            # Rounded up to a multiple of 16, since kernels read masks in pieces of 16.
+            room = -(-grown_length(room, self._max_length) // 16) * 16
 
         self._run = None  # frees the memory of the last graph
         for index, layer in enumerate(self._cache.layers):
@@ -266,7 +269,7 @@ class StaticBatch(DecodingBatch):
 
     def _advance(self) -> None:
         """Generate one token in every row; read and write in place and never wait for the device, as captures need."""
-        column, model = self._column, self._model
+        column, model = self._column, self._model  # [1], the column that this step writes
         positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the context's end
 
         masks = layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype)
@@ -276,5 +279,5 @@ class StaticBatch(DecodingBatch):
         random = uniforms(self._keys, column + (1 - self._prompt_length))
         draw = draw_tokens(head_logits(model, states[:, -1]), random, **self._settings._asdict())
         self._last_tokens.copy_(draw.tokens)
-        self._draws.copy_(torch.cat([self._draws[1:], pack_draw(draw)[None]]))
+        self._draws.copy_(torch.cat([self._draws[1:], pack_draw(draw)[None]]))  # the oldest draw is dropped
         column.add_(1)

@@ -36,7 +36,7 @@ class ModelWeights:
         """
         quantization = settings.quantization
         if settings.head_dtype == "fp32":
-            widen_head(model)
+            widen_head(model)  # the output layer computes in float32; its weight keeps its dtype
 
         if len(dtypes := {parameter.dtype for parameter in model.parameters()}) != 1:
             raise EngineError(f"the engine needs weights of one dtype, got {sorted(map(str, dtypes))}; cast the model")
@@ -62,6 +62,7 @@ class ModelWeights:
                 self._quantized[name] = layer
             self.coded_weights = CodedWeights(conversion.converted, quantization)
 
+            # Codes are sent under the name of their weight, and scales under that name with a suffix.
             suffix = scales_suffix(self.coded_weights.scheme)
             self._buffers = {name: layer.codes for name, layer in self._quantized.items()}
             self._buffers |= {name + suffix: layer.scales for name, layer in self._quantized.items()}
@@ -90,6 +91,7 @@ class ModelWeights:
         check_weights(weights, self._shapes, self.coded_weights)
         as_codes = self.coded_weights is not None and self.coded_weights.are_in(weights)
 
+        # Give the tensors that `release` has emptied their memory again.
         tensors = self._parameters | self._buffers
         for name, shape in self._released.items():
             tensors[name].data = tensors[name].new_empty(shape)

@@ -71,6 +71,7 @@ class VLLMClient(HTTPClient):
         try:
             await self._call("POST", "/collective_rpc", body, seconds=self._long_seconds)
         except ServerRefused as refusal:
+            # Raises PeerLost if the server does not answer this call either; otherwise the weights are at fault.
             await self._request("GET", "/health", missing_route_advice=URLS_ADVICE)
             raise EngineError(
                 f"{self._url} cannot load the weights in {folder}: {refusal}. {FOLDER_ADVICE}"
@@ -86,7 +87,9 @@ class VLLMClient(HTTPClient):
 
     async def complete(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
         """Return the completion of one prompt, converted by `parse`, which may run on another thread."""
-        max_bytes = answer_bytes(len(body["prompt"]), body["max_tokens"], body.get("logprobs") or 0)
+        max_bytes = answer_bytes(
+            num_prompt=len(body["prompt"]), num_response=body["max_tokens"], num_top=body.get("logprobs") or 0
+        )
         return await self._call(
             "POST",
             "/v1/completions",

@@ -39,8 +39,9 @@ def draft_arguments(num_drafts: int, folder: str, max_num_seqs: int, max_model_l
         "method": "draft_model",
         "model": folder,
         "num_speculative_tokens": num_drafts,
-        # An equal number for every batch size. Without this entry vLLM pads a request of one unread token with
-        # empty drafts, and judges the drafts of the whole batch in another way, also exact, in that step.
+        # An equal number for every batch size. Without this setting vLLM adds empty drafts to a request that has one
+        # token left to read. In such a step it verifies the drafts of the whole batch by another method, also exact,
+        # so a response would depend on its batch.
         "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, num_drafts)],
         "draft_sample_method": "probabilistic",
         "rejection_sample_method": "standard",
@@ -123,15 +124,16 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
 
     return DraftCounts(
         tokens=response_length,
-        passes=1 + len(drafted),
+        passes=1 + len(drafted),  # the pass over the prompt, and those that verify drafts
         verifications=len(drafted),
-        verified=response_length - 1,
+        verified=response_length - 1,  # the first token is that of the pass over the prompt
         # In each pass the accepted drafts and, if not all were accepted, the one that was rejected.
         judged=sum(min(right + 1, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
         accepted=sum(accepted),
-        read_alone=prompt_length + response_length - 1,
+        read_alone=prompt_length + response_length - 1,  # what the policy would read without drafts
+        # After the prompt, each pass reads its drafts and the token before them.
         read_by_policy=prompt_length + sum(drafted) + len(drafted),
-        # In each pass, that over the prompt too, the draft model reads all that the policy reads, rejected tokens too,
-        # one token more, and all of its own drafts but the last.
+        # For every pass the draft model reads what the policy reads, rejected drafts too, and `max_drafts` tokens more:
+        # one that the policy does not read, and all but the last of the drafts that it proposes.
         read_by_draft=prompt_length + sum(drafted) + len(drafted) + (1 + len(drafted)) * max_drafts,
     )

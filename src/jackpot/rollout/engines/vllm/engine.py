@@ -93,7 +93,7 @@ class VLLMEngine(ThreadEngine):
         self._rows = rows
         self._dtype = DTYPES[settings.dtype]
 
-        # Only quantized weights are handed to vLLM at its start; others it reads from the model's folder.
+        # Weights that are to be quantized are handed to vLLM at its start; others it reads from the model's folder.
         model = load_model(path, self._dtype) if settings.quantization else load_meta_model(path)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._eos_token_ids, self._folder = tuple(eos_token_ids(model)), resolve_path(path)
@@ -110,6 +110,7 @@ class VLLMEngine(ThreadEngine):
 
         super().__init__(version, thread_name="vLLM")
         self._events += self._weight_format.events
+        # Weights to start vLLM with; if there are none, vLLM reads those in the model's folder.
         named_weights = model.named_parameters() if settings.quantization else ()
         weights = [(name, weight.detach()) for name, weight in named_weights]
         try:
@@ -136,7 +137,7 @@ class VLLMEngine(ThreadEngine):
         requests or the log-probs of tokens that are asked for.
         """
         self._check_open()
-        with self._changed:
+        with self._changed:  # a condition that is notified when a response ends or generation fails
             self._changed.wait_for(lambda: not self._in_flight.num_unfinished or self._failure is not None)
 
         self._check_awake()
@@ -229,7 +230,7 @@ class VLLMEngine(ThreadEngine):
         on_cpu = self._device.type == "cpu"
         enforce_eager = on_cpu if self._settings.enforce_eager == "auto" else self._settings.enforce_eager
         vllm = import_vllm(compiles=not enforce_eager)
-        check_device(not on_cpu, vllm.has_gpu)
+        check_device(on_gpu=not on_cpu, has_gpu=vllm.has_gpu)
 
         set_num_threads = torch.set_num_threads
         try:
@@ -274,14 +275,14 @@ class VLLMEngine(ThreadEngine):
         return vllm.EngineArgs(
             model=self._folder,
             skip_tokenizer_init=True,
-            generation_config="vllm",
+            generation_config="vllm",  # no sampling parameters from the model's folder
             load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
             hf_overrides=overrides,
             dtype=self._dtype,
             kv_cache_dtype=settings.kv_cache_dtype or "auto",
             seed=0,
             max_num_seqs=settings.max_num_seqs,
-            max_logprobs=-1,
+            max_logprobs=-1,  # no limit
             logprobs_mode="processed_logprobs",
             enforce_eager=enforce_eager,
             enable_chunked_prefill=None if vllm.has_gpu else False,  # on a CPU it would rewind random generators
@@ -306,7 +307,8 @@ class VLLMEngine(ThreadEngine):
             sampling_params = to_sampling_params(request, self._eos_token_ids, self.capabilities.max_model_len)
             top = _TopLogProbs()
             internal_id = self._add(request.prompt.token_ids, sampling_params, self._handler(request, version, top))
-            self._llm.output_processor.request_states[internal_id].logprobs_processor.update_from_output = top.add
+            state = self._llm.output_processor.request_states[internal_id]
+            state.logprobs_processor.update_from_output = top.add
 
     def _add(self, prompt: Sequence[int], sampling_params: dict[str, Any], handler: Callable[[Any], None]) -> str:
         """Give vLLM a request whose output goes to `handler`, and return the request id that vLLM uses."""
@@ -330,10 +332,12 @@ class VLLMEngine(ThreadEngine):
         def handle(output: Any) -> None:
             """Hand the rollout in vLLM's finished output, and the counts of its drafts, to the caller's thread."""
             response = output.outputs[0]
-            ids, log_probs = top.arrays(len(response.token_ids), 1 + request.sampling.num_top_log_probs)
+            length, prompt_length = len(response.token_ids), len(request.prompt.token_ids)
+            # Each token of the response has the log-probs of itself and of the top tokens.
+            ids, log_probs = top.arrays(length, width=1 + request.sampling.num_top_log_probs)
             rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
-            metrics = response.spec_decode_metrics
-            drafts = count_drafts(len(request.prompt.token_ids), len(response.token_ids), metrics) if metrics else None
+            metrics = response.spec_decode_metrics  # None without a draft model
+            drafts = count_drafts(prompt_length, length, metrics) if metrics else None
             self._complete([rollout], drafts)
 
         return handle
@@ -341,19 +345,20 @@ class VLLMEngine(ThreadEngine):
     def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of codes and scales where these are sent, and else of the weights in the engine's dtype,
-        before any quantization here.
+        The digest is that of codes and scales if `weights` are these, else that of the weights in the engine's dtype,
+        before they are quantized here.
         """
         # Wake up in two parts, so that memory for the cache is taken only after the weights are loaded.
         if self._is_asleep:
             self._llm.wake_up(["weights"])
 
+        # `watch` adds each tensor to the digest when vLLM reads it.
         codes = self._weight_format.coded_weights
         if codes and codes.are_in(weights):
-            digest = WeightsDigest(None)
+            digest = WeightsDigest(dtype=None)  # every tensor in its own dtype
             converted = digest.watch(weights)
         else:
-            digest = WeightsDigest(self._dtype)
+            digest = WeightsDigest(dtype=self._dtype)
             converted = self._weight_format.convert(digest.watch(self._cast(weights)))
 
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
@@ -416,10 +421,15 @@ def _lengths_and_drafts(
         return 0, {"max_model_len": settings.max_model_len}
 
     context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    limit = drafter.capabilities.max_model_len
+    limit = drafter.capabilities.max_model_len  # context length of the draft model, which the policy may not exceed
     assert settings.draft is not None and settings.draft.tokens != "auto"  # the settings' checks ensure both
     tokens = settings.draft.tokens
-    return tokens, draft_arguments(tokens, drafter._folder, settings.max_num_seqs, min(context or limit, limit))
+    return tokens, draft_arguments(
+        num_drafts=tokens,
+        folder=drafter._folder,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=min(context or limit, limit),
+    )
 
 
 class _TopLogProbs:

@@ -81,7 +81,10 @@ def import_vllm(compiles: bool) -> SimpleNamespace:
 
 
 def check_device(on_gpu: bool, has_gpu: bool) -> None:
-    """Raise EngineError where vLLM would run on another kind of device than the learner."""
+    """Raise EngineError where vLLM would run on another kind of device than the learner.
+
+    `on_gpu` says whether the learner runs on a GPU, `has_gpu` whether the installed vLLM is for GPUs.
+    """
     if on_gpu != has_gpu:
         learner, vllm = ("a GPU", "the CPU") if on_gpu else ("the CPU", "a GPU")
         raise EngineError(
@@ -117,6 +120,7 @@ def keep_process_groups() -> Iterator[None]:
     from vllm.v1.engine import core
     from vllm.v1.worker import workspace
 
+    # The two functions that a vLLM engine calls at its end.
     destroy_groups, forget_workspace = core.cleanup_dist_env_and_memory, workspace.reset_workspace_manager
     core.cleanup_dist_env_and_memory = gc.collect
     workspace.reset_workspace_manager = lambda: None

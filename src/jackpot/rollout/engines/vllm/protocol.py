@@ -139,10 +139,18 @@ def choice_rows(choice: Mapping[str, Any], num_top: int, uid: str) -> list[list[
         EngineError, LookupError, TypeError, ValueError: as `parse_answer`.
     """
     log_probs = choice["logprobs"]
+    # Of each token: its id, its log-prob, and the top tokens at its position.
     tokens = zip(choice["token_ids"], log_probs["token_logprobs"], log_probs["top_logprobs"], strict=True)
     return [
-        log_prob_row(checked_token_id(token), _log_prob(sampled), _by_id(top), num_top, uid, _REMEDIES.few_log_probs)
-        for token, sampled, top in tokens
+        log_prob_row(
+            token=checked_token_id(token),
+            log_prob=_log_prob(log_prob),
+            top=_by_id(top),
+            num_top=num_top,
+            uid=uid,
+            advice=_REMEDIES.few_log_probs,
+        )
+        for token, log_prob, top in tokens
     ]
 
 
@@ -157,7 +165,7 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
     values = []
 
     if count := request.num_prompt_log_probs:
-        entries = choice["prompt_logprobs"][-count:]
+        entries = choice["prompt_logprobs"][-count:]  # for each token, a mapping that has the token's id as a key
         tokens = request.prompt[-count:]
         values = [_log_prob(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
 

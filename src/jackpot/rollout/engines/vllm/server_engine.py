@@ -25,6 +25,7 @@ class VLLMServerEngine(ServerEngine):
     _settings: VLLMServerEngineConfig
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
+        """Store what servers of this model must report; return the format in which the servers get weights."""
         settings = self._settings
         weight_format = WeightFormat.of_model(model, settings.quantization)
         self._expected = ExpectedModel(
@@ -38,7 +39,8 @@ class VLLMServerEngine(ServerEngine):
         return weight_format
 
     def _replica(self, url: str, client: VLLMClient) -> VLLMReplica:
-        return VLLMReplica(url, client, self._expected, self._id, self._settings.max_num_seqs)
+        """Return the engine's side of the server at `url`, which `client` calls."""
+        return VLLMReplica(url, client, self._expected, version_prefix=self._id, capacity=self._settings.max_num_seqs)
 
     def _check(self, request: Request) -> None:
         num_top, limit = request.sampling.num_top_log_probs, self.capabilities.num_top_log_probs

@@ -59,7 +59,8 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         vllm_config["parallel_config"][f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")
     )
     sizes = _inspected_sizes(inspection, tensor_parallel, has_all_layers=pipeline_parallel == 1)
-    max_log_probs, cache_dtype = int(model["max_logprobs"]), str(vllm_config["cache_config"]["cache_dtype"])
+    max_log_probs = int(model["max_logprobs"])  # below 0: as many as there are tokens
+    cache_dtype = str(vllm_config["cache_config"]["cache_dtype"])
 
     return VLLMServerInfo(
         sizes=sizes,
@@ -94,6 +95,7 @@ def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool
         sizes |= {"num_key_value_heads": int(match[3])} if tensor_parallel == 1 else {}
     if match := re.search(r"\(down_proj\): RowParallelLinear\(in_features=(\d+)", inspection):
         sizes |= {"intermediate_size": int(match[1]) * tensor_parallel}
+    # A line for each run of equal layers, such as `(0-27): 28 x LlamaDecoderLayer(`; group 1 is the last layer's index.
     if (layers := re.findall(r"\((?:\d+-)?(\d+)\): (?:\d+ x )?\w*DecoderLayer\(", inspection)) and has_all_layers:
         sizes |= {"num_hidden_layers": 1 + max(int(layer) for layer in layers)}
     return sizes

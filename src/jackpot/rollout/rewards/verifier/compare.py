@@ -38,7 +38,7 @@ _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+)*|[A-Z]{2,}")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?\.?")
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+|[A-Z]{2}|[A-Za-z]\([A-Za-z]\))(?:_\{?\w\}?)? ?(?:=|\\in(?![A-Za-z]))")
 _TWO_NUMBERS = re.compile(r"(?<![_^\d.,])\d[\d.,]* \d")
-_WRAPPING = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|####|^\s*[\[({]\s*['\"]|</?[a-z]{2,}>", re.IGNORECASE)
+_WRAPPER_REMAINS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|####|^\s*[\[({]\s*['\"]|</?[a-z]{2,}>", re.IGNORECASE)
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|neq|lt|gt|approx|in|equiv|sim)(?![A-Za-z])")
 
 
@@ -91,10 +91,10 @@ def is_readable(reference: str) -> bool:
     sentences.
     """
     text = normalize(reference)
-    if text == "" or _WRAPPING.search(reference) or text.count("{") != text.count("}"):
+    if text == "" or _WRAPPER_REMAINS.search(reference) or text.count("{") != text.count("}"):
         return False
     is_value = parse_choice(reference) or parse_quantity(text, is_reference=True) or _words(text)
-    if is_value or _WRAPPED.fullmatch(text):
+    if is_value or _WRAPPED.fullmatch(text):  # `_WRAPPED`: the whole text is words in `\text{...}`
         return True
 
     try:
@@ -217,6 +217,7 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     # In a chain such as x = 9/4 = 2.25 each side must be right, except a name such as `x` at its start.
     sides = split_outside_brackets(answer, "=")
     if expected and len(sides) > 1:
+        # Whether the first side is a name, which is skipped. (`_compare` has removed the name of a mere `x = 5`.)
         is_named = len(sides) > 2 and _NAME.fullmatch(f"{sides[0]}=") is not None
         return all(_as_expression(side, reference, algebra) for side in sides[int(is_named) :])
 
@@ -228,7 +229,8 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     if (r"\infty" in answer) != (r"\infty" in reference) or (expected and _TWO_NUMBERS.search(answer)):
         return False
 
-    # Compare the units apart, and what stands before them by algebra.
+    # Compare the units apart, and what stands before them by algebra. The answer is wrong if that is empty, as it is
+    # here where `split_unit` returns None, or if it is words.
     if not is_relation:
         answer, unit = split_unit(answer, is_reference=False) or ("", "")
         reference, reference_unit = split_unit(reference, is_reference=True) or (reference, "")

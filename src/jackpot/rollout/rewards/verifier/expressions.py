@@ -83,9 +83,10 @@ def _equal(answer: Any, reference: Any) -> bool:
     # Two equations are equal if lhs - rhs of one is a constant multiple of lhs - rhs of the other: the ratio of the two
     # is at each of the three points what it is at the first point. The ratios are compared by cross multiplication.
     if isinstance(answer, Eq) and isinstance(reference, Eq):
-        # At each point: lhs - rhs of the answer, and lhs - rhs of the reference
+        # For each point a pair: lhs - rhs of the answer, and lhs - rhs of the reference; `values[0]` is the first pair.
         values = [*_values(*(equation.lhs - equation.rhs for equation in pair))]
         has_one_ratio = all(a != 0 and b != 0 and _close(a * values[0][1], b * values[0][0]) for a, b in values)
+        # An equation without symbols, such as 1 = 2, counts as unequal.
         return has_one_ratio and values != [] and answer.free_symbols != set()
 
     if not math_verify(reference, answer, strict=True, timeout_seconds=None, raise_on_error=True):

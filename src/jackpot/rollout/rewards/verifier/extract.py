@@ -70,7 +70,7 @@ def _boxed_content(text: str, start: int) -> str | None:
     """
     depth = 1
     for match in _BRACE.finditer(text, start, start + MAX_ANSWER_LENGTH + 1):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)  # 0 for a backslash with its character, such as `\{`
         if depth == 0:
             return text[start : match.start()].strip() or None
     return None

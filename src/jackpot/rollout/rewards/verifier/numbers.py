@@ -50,6 +50,7 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
         text = rf"{number}\text{{{words}}}"
 
     body, unit = split_unit(text, is_reference) or ("", "")
+    # `2\frac{1}{3}` is matched as `2 1/3`.
     match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body).strip())
     # An amount in dollars has no other unit, and `\text{4 marbles}` is a phrase.
     if match is None or (match["dollar"] and unit) or (wrapped and unit == LABEL):
@@ -70,7 +71,7 @@ def _value(groups: dict[str, str]) -> Fraction:
     value = Fraction(top) / Fraction(bottom or 1)
     # Add the digits that repeat: the period 6 of 0.1\overline{6} is 6 / (10 * 9).
     if period := groups["period"]:
-        decimals = len(top) - 1 - top.index(".")
+        decimals = len(top) - 1 - top.index(".")  # digits between the decimal point and the period
         value += Fraction(int(period), 10**decimals * (10 ** len(period) - 1))
     value = (int(groups["whole"] or 0) + value) * Fraction(10) ** int(groups["power"] or 0)
     return -value if "-" in (groups["sign"], groups["sign2"]) else value
@@ -92,8 +93,8 @@ _PLAIN_UNIT = re.compile(
 def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     r"""Split an expression from the unit or label after it, as in `480\sqrt{3}\text{ feet}`.
 
-    The unit is "" where there is none. Return None where words follow that are neither a unit nor a label, so that they
-    are not taken for a product of letters.
+    The unit is "" where there is none. Return None where words in `\text{...}` follow that are neither a unit nor a
+    label. Plain words that may be algebra, a product of letters, stay in the expression.
     """
     # A sign, such as `%`.
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
@@ -108,7 +109,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
 
     # Plain words. Group 1 is the space before them, group 2 the words.
     match = _PLAIN_UNIT.search(text)
-    if match and (unit := _plain_unit(match[2], bool(match[1]), is_reference)):
+    if match and (unit := _plain_unit(match[2], is_apart=bool(match[1]), is_reference=is_reference)):
         return text[: match.start()], unit
     return text, ""
 

@@ -80,7 +80,7 @@ def _members(text: str, separator: str) -> tuple[str, ...]:
 
 
 def split_outside_brackets(text: str, separator: str) -> list[str]:
-    """Split a text at every token that matches `separator` and is not in brackets; strip the spaces of each piece."""
+    """Split a text at the tokens of `_tokens` that match `separator` and are in no brackets; strip each piece."""
     cuts = [0]  # start of the first piece, end of the first piece, start of the second, ..., start of the last
     for token, end, depth in _tokens(text):
         if depth == 0 and re.fullmatch(separator, token):
