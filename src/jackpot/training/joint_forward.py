@@ -161,6 +161,7 @@ class JointForward:
         False for all tokens of an engine that quantizes, truncates, or computes in another dtype than training.
         """
         generator = "rollout_model" if self.is_separate else "policy"
+        # Whether the engine that sampled a token gives the distribution that training computes from equal weights.
         is_exact: bool | Tensor = generator in self._options.exact_engines
         if batch.by_policy is not None:
             is_exact = torch.where(batch.by_policy[:, None], "policy" in self._options.exact_engines, is_exact)
@@ -186,11 +187,11 @@ class JointForward:
             return self._gathered(work) if self._gathered else work()
 
     def _normalizer(self, old: OldLogProbs | None) -> str:
-        """Return how to estimate Z: as the objective says, or by `topk` where the correction uses the Z in `old`."""
+        """Return how to estimate Z: as the objective says, or by `topk` where the correction uses the old policy's Z."""
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
-        """Run the backbones and the joint head for `outputs`, which calls this method through `run`."""
+        """Run the backbones and the joint head, as `outputs` does, but without autocast and gathering of weights."""
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self.runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))

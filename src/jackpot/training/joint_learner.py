@@ -129,7 +129,7 @@ class JointLearner(Learner):
             objective,
             rollout_model_objective.distill if rollout_model_objective else None,
             options,
-            partial(self._optimizer.version, rollout_model is not None),
+            partial(self._optimizer.version, has_rollout_model=rollout_model is not None),
             reference=reference,
             gathered=gathered,
         )
@@ -246,7 +246,8 @@ class JointLearner(Learner):
             passes, repair_metrics = self._repair.apply(passes, totals)
             metrics.append(repair_metrics)
 
-        # Report the correction with the totals that its weights contain: this step's, or none where `kappa` is "none".
+        # Report each micro-batch's correction with the totals by which its weights are scaled: those of this step, or
+        # no totals where the correction's `kappa` is "none".
         used_totals = totals if known.totals is None or known.are_provisional else known.totals
         reports = [
             policy_report(self._objective, micro.terms, micro.correction, used_totals, self._options.max_length)
@@ -390,6 +391,7 @@ class JointLearner(Learner):
         if objective is None:
             return {}
         if control and steps_rollout_model:
+            # Where the policy generates some of the rollouts, only those of the rollout model count.
             acceptance = metrics.get("obrs/acceptance_by_rollout_model", metrics["obrs/acceptance"])
             weight = next_distill_weight(
                 control,

@@ -184,7 +184,7 @@ class GradientAccumulator:
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
         self._parameters = optimizer.parameters
-        self._saved: list[Tensor] = []  # sums of the gradients, one a parameter; empty before the first step
+        self._sums: list[Tensor] = []  # sum of the gradients of each parameter; empty before the first step
         self._count = torch.zeros((), dtype=torch.float64)
 
     def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
@@ -209,11 +209,11 @@ class GradientAccumulator:
         sum_over_ranks([num_broken_ranks])
         is_added = num_broken_ranks == 0
 
-        self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
-        for saved, grad in zip(self._saved, grads, strict=True):
+        self._sums = self._sums or [torch.zeros_like(parameter) for parameter in self._parameters]
+        for gradient_sum, grad in zip(self._sums, grads, strict=True):
             if grad is not None:
-                shard = local(grad)
-                local(saved).add_(shard.masked_fill_(~is_added.to(shard.device), 0.0))
+                shard = local(grad)  # this rank's part of a sharded gradient
+                local(gradient_sum).add_(shard.masked_fill_(~is_added.to(shard.device), 0.0))
         self._count = self._count + torch.where(is_added, count, 0.0)
         return is_added
 
@@ -222,10 +222,10 @@ class GradientAccumulator:
 
         The next sum begins at 0. Call `add` at least once before.
         """
-        for parameter, grad in zip(self._parameters, self._saved, strict=True):
-            parameter.grad = grad
+        for parameter, gradient_sum in zip(self._parameters, self._sums, strict=True):
+            parameter.grad = gradient_sum
         count = self._count
-        self._saved = []
+        self._sums = []
         self._count = torch.zeros((), dtype=torch.float64)
         return count
 
@@ -263,7 +263,7 @@ _SPLIT = "rollout_model/split"
 
 
 def split_numbers(sums: Sums) -> Sums:
-    """Remove what `GradientSplit` added to the sums of an optimizer step, and return the metrics that it gives.
+    """Remove from the sums of an optimizer step what `GradientSplit` added, and return metrics computed from it.
 
     The metrics are the norms of PPO part and distillation part, divided by the denominator of the step, and the cosine
     between the parts, which is left out where a part is 0. Without sums of `GradientSplit` there are no metrics.
@@ -273,6 +273,7 @@ def split_numbers(sums: Sums) -> Sums:
     """
     if f"{_SPLIT}/ppo" not in sums:
         return {}
+    # Sums over the hidden states: squares of the PPO part, squares of the distillation part, and products of both.
     ppo, distill, product = (float(sums.pop(f"{_SPLIT}/{name}").value) for name in ("ppo", "distill", "product"))
     count = float(Mean.named(sums, "rollout_model/loss").count) or 1.0
     norms = math.sqrt(ppo) * math.sqrt(distill)

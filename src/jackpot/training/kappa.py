@@ -62,14 +62,16 @@ class StepTotals:
         if kappa == "none":
             return BeforeBackward(totals={}, are_provisional=False, seconds=0.0)
 
+        # Whether the old log-probs alone determine the totals, so that no forward pass is needed.
         old_suffices = all(holds_target(micro.old, self._objective) for micro in micro_batches)
-        counts: Sums = {
-            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # micro-batches with sequences
-            "rank": Max.number(len(micro_batches)),  # largest number of micro-batches on a rank
+        counts: Sums = {  # numbers of micro-batches
+            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # with sequences, on all ranks
+            "rank": Max.number(len(micro_batches)),  # on the rank that has most
         }
         counts = all_reduce_sums(counts)
 
-        # Begin with the totals of an earlier step, for `KappaRepair` to correct afterwards.
+        # Begin with the totals of an earlier step, for `KappaRepair` to correct afterwards. It cannot correct a
+        # gradient with regularizers, which do not scale with kappa.
         if not old_suffices and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
             return BeforeBackward(totals=self._last, are_provisional=True, seconds=0.0)
         # Leave the totals to the forward pass of each rank's only micro-batch.
@@ -303,4 +305,5 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
     # For each sequence, the relative error that is left if it and all with smaller squares are not read again.
     errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * factor).sqrt()
     smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()
-    return errors[-1], ~(squares < smallest_chosen) & (squares != 0)  # a NaN is chosen, too
+    # The last error is the one if no sequence is read again. A sequence whose square is NaN is chosen, too.
+    return errors[-1], ~(squares < smallest_chosen) & (squares != 0)

@@ -20,7 +20,7 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """
     correction = objective.correction
     default_target = "old" if correction.proximal == "rollout" else correction.proximal
-    regresses = objective.surrogate == "oapl"
+    regresses = objective.surrogate == "oapl"  # its loss regresses a log-ratio on the advantage
 
     return PolicyObjective(
         correction=construct_correction(correction),

@@ -80,8 +80,9 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
         return MeanLine([], [])
 
     x = sorted(set[int]().union(*columns))
+    # Over each run's value at every x, None where the run has none.
     mean, low, high = map(list, error_bars([list(map(column.get, x)) for column in columns]))
-    return MeanLine(x, mean) if len(columns) < 2 else MeanLine(x, mean, low, high)
+    return MeanLine(x=x, y=mean) if len(columns) < 2 else MeanLine(x=x, y=mean, low=low, high=high)
 
 
 def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:

@@ -181,7 +181,7 @@ class RunFolder:
         refused = [str(change) for change in fixed_changes(Config, settings_of(before), settings_of(config))]
         if before.iterations != config.iterations:
             change = str(Change("iterations", before.iterations, config.iterations))
-            if schedules := falling_rates(before):
+            if schedules := falling_rates(before):  # schedules that end with the last iteration
                 refused.append(f"{change}; the rates used so far fell towards the last one ({', '.join(schedules)})")
             elif config.iterations < finished:
                 refused.append(f"{change}; {finished} are finished")
@@ -324,8 +324,9 @@ class RunFolder:
         if len(staying) == len(texts):
             return
 
-        if torn := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
-            _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
+        # Only the last line can have been cut short by a kill; an earlier line that cannot be read deserves a warning.
+        if damaged := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
+            _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, damaged)))
 
         write_whole(self._superseded / name, b"".join(text for text in texts if not stays(text)))
         # Where only the end of the file goes, it is cut off in place; else the file is written anew.

@@ -131,6 +131,6 @@ def _show_list(console: Console, settings: "Sequence[reference.Setting]") -> Non
         choice = f", with {setting.variants}" if setting.variants else ""
         head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
         print_line(console, head.replace("; default required", "; required"))
-        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")
+        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")  # its first sentence
         console.print(Padding(plain(meaning), (0, 0, 0, 6), expand=False), highlight=False)
     print_line(console, "")

@@ -83,7 +83,9 @@ class _ChartMaker:
         guides, sentences = [], []
         # Only rules about the metric itself, not those about its ratio to another metric.
         for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
-            limits = [  # of the rule: (text, limit, the sign that `value - limit` has beyond the limit)
+            # The limits of the rule: (text, limit, the sign that `value - limit` has beyond the limit). A limit that
+            # depends on the run is a function and no float, and has no guide.
+            limits = [
                 (f"{side} {limit:g}", limit, sign)
                 for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
                 if isinstance(limit, float) and math.isfinite(limit)
@@ -120,6 +122,7 @@ class _ChartMaker:
         for arm, line in zip(self._arms, self._lines[metric], strict=True):
             if not line.numbers:
                 continue
+            # The metric's name if there is one arm, the arm's if the chart has one metric, else both.
             name = label if label and is_single else ", ".join(filter(None, [arm.name, label]))
             color_index, shade = self._color(arm, variant)
             yield replace(_as_series(line, name, color_index), group=arm.name, shade=shade)
@@ -175,6 +178,7 @@ class _ChartMaker:
             series=drawn,
             note=note or limits,
             log_y=is_log,
+            # A logarithmic axis has no place for a limit of 0 or below.
             guides=tuple(guide for guide in guides if not is_log or (guide.y or 0.0) > 0.0),
         )
 
@@ -212,6 +216,7 @@ class _ChartMaker:
             suffix = f": {arm.name}" if len(self._arms) > 1 else ""
             yield self._chart(f"{base} by position{suffix}", series, [bands[band] for band in lines])
 
+            # The newest value of each band of positions, drawn at the index of the band.
             x = [index for index, band in enumerate(bands) if band in lines]
             y = [rounded(_newest(line)) for line in lines.values()]
             index, shade = self._color(arm)

@@ -82,7 +82,7 @@ def show_answer(
     """Print verdicts, then tables, then the names of written files, then commands.
 
     Args:
-        verdicts: the answer to the user's question: sentences, or `labelled` lines.
+        verdicts: the answer to the user's question: sentences, or texts that `labelled` returned.
         sections: sections with the tables; their charts are not printed.
         show_all: whether to print the tables marked `is_detail` too.
         files: files that were written, all in one folder.

@@ -223,7 +223,7 @@ def _memory(row: MachineEstimate) -> str:
 def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     """List the smallest machine on which the run fits and the assumptions behind the numbers."""
     sentences = [fitting(estimate)]
-    # The run is planned for several GPUs, or fits on no number of GPUs that was tried.
+    # Say this where the run is planned for several GPUs, or fits on no number of GPUs that was tried.
     if estimate.stated.shard.gpus > 1 or not any(estimate.fewest.values()):
         sentences[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
 
@@ -283,7 +283,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
             f"{hours.all / alone.all:.0%} of its hours ({hours.iterations / alone.iterations:.0%} without evaluations)."
         )
 
-    if row.ahead:  # hours of a policy alone that generates ahead
+    if row.ahead:  # hours if the policy alone generates each batch while it trains on an earlier one
         sentences.append(
             f"Beside a policy alone that generates ahead, on the best split of these GPUs, with {HEAD_DRAFTS} drafts a "
             f"pass by a head of one layer ({HEAD_ACCEPTANCE:.0%} accepted) where they pay: "

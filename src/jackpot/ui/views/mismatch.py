@@ -81,7 +81,10 @@ def _over_pairs(
     y: Callable[[MismatchPair], Sequence[float]],
     style: Literal["line", "points"],
 ) -> tuple[Series, ...]:
-    """Return a series for each pair, from functions that give the x and the y of its points."""
+    """Return a series for each pair, from functions that give the x and the y of its points.
+
+    A number that is too small for a logarithmic axis becomes a gap.
+    """
     return tuple(
         Series(
             name=pair.name,
@@ -287,6 +290,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
         chart(
             f"KL by {kind}",
             "nats per token" if is_exact else "k3, nats per token",
+            # The two bounds of an exact KL are equal; the first is drawn.
             lambda band: band.kl[0] if is_exact and band.kl else band.k3,
         ),
     )
