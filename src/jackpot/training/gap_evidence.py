@@ -55,8 +55,8 @@ class GapEvidence:
     batches (in this range, or in a shallower range if it is larger there), and at least what is always allowed.
 
     Every range has a bet (`Bets`) that its gaps are larger: each prompt multiplies the bet's product by
-    (1 + x / L) / 2, whose mean is at most 1 as long as the mean of x is at most L. The means of earlier batches count an
-    x above L as L. In the first batches, which are not judged, they count it up to MAY_GROW times what is always
+    (1 + x / L) / 2, whose mean is at most 1 as long as the mean of x is at most L. In the means of earlier batches an x
+    above L counts as L. In the first batches, which are not judged, they count it up to MAY_GROW times what is always
     allowed, so that an engine that was wrong before a restart does not teach that its gap is usual.
     """
 
@@ -122,7 +122,7 @@ def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tens
     prompts: dict[str, int] = {}  # number of each prompt, in the order of the prompts' first rollouts
     prompt_indices = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
-    # The depth of each token, counted from 1 in each rollout.
+    # The depth of each token, counted from 1 in each rollout: its place in all rollouts less the tokens before its own.
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     # The range of each depth, the floor of its log2: `frexp` writes a depth as a number in [0.5, 1) times 2**exponent.
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)

@@ -52,7 +52,7 @@ def training_sums(
     """
     sums, epochs = _total(results), components.config.batch.ppo_epochs
     if sums:
-        first_epoch = _total(results[: len(results) // epochs])
+        first_epoch = _total(results[: len(results) // epochs])  # every epoch has equally many steps
         # The metrics with a standard error, and those from which a standard error is computed.
         from_first = (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE)
         sums |= {name: first_epoch[name] for name in from_first if name in first_epoch}

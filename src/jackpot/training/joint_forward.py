@@ -187,14 +187,14 @@ class JointForward:
             return self._gathered(work) if self._gathered else work()
 
     def _normalizer(self, old: OldLogProbs | None) -> str:
-        """Return how to estimate Z: as the objective says, or by `topk` where the correction uses the old policy's Z."""
+        """Return how to estimate Z: as the objective says, or by `topk` where the correction uses the Z in `old`."""
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
         """Run the backbones and the joint head, as `outputs` does, but without autocast and gathering of weights."""
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self.runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
-        states = (hidden["policy"], hidden.get("rollout_model"))
+        states = (hidden["policy"], hidden.get("rollout_model"))  # what the head reads; None: the policy alone
 
         # The head sums an exact Z at the correction's lam. But where the correction has a budget, the Z that all tokens
         # shall have, `z_for_budget` below finds the lam at which Z is the budget, and Z at this lam.

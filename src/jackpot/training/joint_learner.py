@@ -173,6 +173,7 @@ class JointLearner(Learner):
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
     ) -> TrainResult:
+        # Whether the rollout model runs and trains on this rollout batch, beside the policy.
         self._forward.runs_both = self._forward.is_separate and with_rollout_model
         steps = self.compute_old_log_probs(mini_batches)
         results: list[StepResult] = []
@@ -335,6 +336,7 @@ class JointLearner(Learner):
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
+        # Write this rank's part of the models and moments; every other rank writes its own.
         files, failed = {}, None
         for write in self._writers(folder, roles):
             try:

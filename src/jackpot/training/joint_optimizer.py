@@ -88,9 +88,9 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
-        # The denominators of the gradients of all trained models.
-        totals: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
-        counts = dict(totals)  # denominators of the models that step now
+        # The denominators of the gradients of all trained models, and of the models that step now.
+        all_counts: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
+        counts = dict(all_counts)
         if self._accumulator:
             counts.pop("rollout_model", None)
 
@@ -99,8 +99,8 @@ class JointOptimizer:
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
 
         # Add the rollout model's gradient to its sum over steps, and step on the sum when it is due.
-        if self._accumulator and "rollout_model" in totals:
-            is_finite = self._accumulator.add(totals["rollout_model"], is_finite)
+        if self._accumulator and "rollout_model" in all_counts:
+            is_finite = self._accumulator.add(all_counts["rollout_model"], is_finite)
             if steps_rollout_model:
                 counts["rollout_model"] = self._accumulator.pop()
                 norms["rollout_model"] = self._prepare("rollout_model", counts["rollout_model"])
@@ -204,6 +204,7 @@ class GradientAccumulator:
         for parameter in self._parameters:
             parameter.grad = None
 
+        # Find on how many ranks some gradient is not finite: 0 or 1 on this rank, summed over the ranks.
         are_broken = [~local(grad).isfinite().all().to(count.device) for grad in grads if grad is not None]
         num_broken_ranks = torch.stack([~others_are_finite, *are_broken]).any().double()
         sum_over_ranks([num_broken_ranks])

@@ -134,7 +134,7 @@ class HiddenNorms:
         hidden.register_hook(self._record)
 
     def spread(self, batch: TokenBatch) -> Tensor:
-        """Return the gradients' norms at the tokens' places: [B, T] float32, 0 where masked or without a gradient."""
+        """Return the gradient's norm at the hidden state that predicts each token: [B, T] float32, 0 without gradient."""
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:

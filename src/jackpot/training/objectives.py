@@ -22,6 +22,7 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     default_target = "old" if correction.proximal == "rollout" else correction.proximal
     regresses = objective.surrogate == "oapl"  # its loss regresses a log-ratio on the advantage
 
+    # Corrections without a budget or a `kappa_tolerance` get the defaults.
     return PolicyObjective(
         correction=construct_correction(correction),
         target=correction.target if isinstance(correction, TargetCorrection) else default_target,

@@ -228,7 +228,9 @@ class LedLearner(Learner):
         # Ranks 1, 2, ... have replied with the traces and gaps of their rollouts; rank 0's own join them.
         replies.insert(0, _traces_and_gaps(result))
         traces = zip(*(reply["traces"] for reply in replies), strict=True)  # for each step, the traces of every rank
-        steps = [replace(step, traces=_merged(of_step)) for step, of_step in zip(result.steps, traces, strict=True)]
+        steps = [
+            replace(step, traces=_merged(rank_traces)) for step, rank_traces in zip(result.steps, traces, strict=True)
+        ]
         return TrainResult(steps=steps, engine_gaps=_merged(reply["engine_gaps"] for reply in replies))
 
     def score(

@@ -76,10 +76,11 @@ def check_lists(lists: ReportedLists) -> None:
     if not lists.top_ids.numel():
         return
 
-    ids = lists.top_ids.sort(dim=-1).values
+    ids = lists.top_ids.sort(dim=-1).values  # equal ids are now neighbours
     twice = int((ids[:, 1:] == ids[:, :-1]).any(-1).sum())
     mass = lists.top_log_probs.exp().sum(-1)
 
+    # Each problem with whether the lists have it; a sum that is NaN counts as too large.
     problems = {
         f"{twice} of {len(ids)} name a token twice": twice > 0,
         f"the probabilities of one sum to {float(mass.max()):.6g}": not bool((mass <= LARGEST_MASS).all()),

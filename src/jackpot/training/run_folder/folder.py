@@ -418,7 +418,7 @@ class RunFolder:
         """Write lines that waited for room on the disk, end tracking, and release the lock of the folder."""
         for name, file in self._appended.items():
             if file.waiting:
-                self._append(name, b"")
+                self._append(name, b"")  # writes the lines that wait
             if file.waiting:
                 _log.warning("%s: %d bytes did not fit on the disk and are lost", file.path, len(file.waiting))
 

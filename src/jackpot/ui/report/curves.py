@@ -168,6 +168,7 @@ class _ChartMaker:
     def _chart(self, title: str, series: Iterable[Series], metrics: Sequence[str], note: str = "") -> Chart:
         """Make a chart over iterations; a chart of a single metric shows the limits that `diagnose` has for it."""
         drawn = tuple(series)
+        # All that is drawn, with the lower ends of error bars: on a logarithmic axis all must be above 0.
         values = [value for line in drawn for value in (*line.y, *(line.low or ())) if value is not None]
         is_log = all(re.fullmatch(LOGARITHMIC, metric) for metric in metrics) and min(values) > 0
         guides, limits = self._limits(metrics[0]) if len(metrics) == 1 else ([], "")

@@ -153,6 +153,7 @@ def show_table(
 
     for indices in _divide_columns(needed, console.width):
         table = TerminalTable(box=box, show_header=show_header)
+        # Whether the table fits the console without line breaks in its cells.
         fits = _table_width(widths[index] for index in indices) <= console.width
         for index in indices:
             head = heads[index]

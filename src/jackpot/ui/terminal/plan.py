@@ -270,7 +270,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
     if row is None or row.hours is None or row.alone is None:
         return []
 
-    hours, alone = row.hours, row.alone
+    hours, alone = row.hours, row.alone  # of the run, and of the policy alone
     sentences = [
         f"On {_name(row)} evaluations, one every {config.evaluation.every} iterations, take "
         f"{hours.evaluating / hours.all:.0%} of the hours; all columns but rollout share count them."

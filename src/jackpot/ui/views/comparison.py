@@ -184,7 +184,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
     def policy(point: EvaluationPoint) -> float | None:
-        """Return the policy's accuracy or mean reward in an evaluation, which its charts have on the y axis."""
+        """Return the policy's accuracy or mean reward in an evaluation, the y value in charts of the policy."""
         return point.policy_accuracy
 
     # Each with the chart's title, the label of its y axis, and what it reads from an evaluation.
@@ -206,7 +206,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
 
 
 def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
-    """Return the sections of the page by their names."""
+    """Return the sections of the page of `jackpot compare`, by name."""
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
         f"Lines are means over seeds, bands go {describe_error_bars(seeds)}. "
@@ -227,7 +227,10 @@ def _chart(
     label: str,
     guides: tuple[Guide, ...],
 ) -> Chart:
-    """Return a chart with a line for each arm: y is a quantity of its evaluations, x a cost, whose axis has `label`."""
+    """Return a chart with a line for each arm: y is a quantity of its evaluations, x the cost named `cost`.
+
+    The x axis has the label `label`.
+    """
     runs_of: dict[str, list[RunSummary]] = {}
     for run in runs:
         runs_of.setdefault(run.arm, []).append(run)

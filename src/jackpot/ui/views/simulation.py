@@ -47,7 +47,7 @@ _ROWS: tuple[_Row, ...] = (
 
 
 def candidate_sections(candidates: Sequence[Candidate]) -> dict[str, Section]:
-    """Return the sections of the page by their names."""
+    """Return the sections of the page of `jackpot simulate`, by name."""
     first = candidates[0]
     has_verdict = first.accuracy is not None  # else the task has rewards, but no right answers
 
