@@ -127,9 +127,9 @@ class JointLearner(Learner):
         self._forward = JointForward(
             self.models,
             objective,
-            rollout_model_objective.distill if rollout_model_objective else None,
-            options,
-            partial(self._optimizer.version, has_rollout_model=rollout_model is not None),
+            distill=rollout_model_objective.distill if rollout_model_objective else None,
+            options=options,
+            version=partial(self._optimizer.version, has_rollout_model=rollout_model is not None),
             reference=reference,
             gathered=gathered,
         )
@@ -296,7 +296,14 @@ class JointLearner(Learner):
         totals = all_reduce_sums(measured) if known.totals is None else known.totals
 
         loss = joint_loss(
-            self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length
+            policy=self._objective,
+            rollout_model=self._active_objective,
+            batch=batch,
+            scores=scores,
+            old=old,
+            inputs=inputs,
+            totals=totals,
+            max_length=self._options.max_length,
         )
         measures_split = trace and loss.rollout_model_ppo.requires_grad
         split = GradientSplit(loss.rollout_model_ppo, outputs.hidden["rollout_model"]) if measures_split else None

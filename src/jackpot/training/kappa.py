@@ -85,6 +85,7 @@ class StepTotals:
             for micro in micro_batches:
                 old = micro.old
                 current = old if holds_target(old, self._objective) else OldLogProbs.of(forward(micro.tokens, old))
+                # Without old log-probs this is the first update on the tokens, where the current policy is the old one.
                 _, measured = measured_inputs(self._objective, micro.tokens, old or current, current)
                 totals = add_sums(totals, measured)
         return BeforeBackward(
@@ -134,7 +135,7 @@ class HiddenNorms:
         hidden.register_hook(self._record)
 
     def spread(self, batch: TokenBatch) -> Tensor:
-        """Return the gradient's norm at the hidden state that predicts each token: [B, T] float32, 0 without gradient."""
+        """Return the gradient's norm at the hidden state that predicts each token: [B, T] float32, 0 where none is."""
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:

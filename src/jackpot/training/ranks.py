@@ -80,9 +80,9 @@ class Ranks:
                 last.
         """
         with self._turn, self._command(self._last.sequence_number + 1, name):
-            for rank in range(1, self.size):
+            for rank in range(1, self.size):  # `follow` reads these four values
                 self._send([self._last.sequence_number, name, torch.get_num_threads(), arguments[rank]], rank)
-            return work(arguments[0]), [self._receive(rank, None) for rank in range(1, self.size)]
+            return work(arguments[0]), [self._receive(rank, group=None) for rank in range(1, self.size)]
 
     def follow(self, do: Callable[[str, Any], Any]) -> None:
         """Carry out the commands of rank 0 with `do`, and send back what `do` returns, until rank 0 ends.
