@@ -99,8 +99,8 @@ class EngineCheck:
             if not config.guard.check_engine:
                 return
 
-            # Choose rollouts to score again. After a start, the first two versions of weights are checked thoroughly, with
-            # many tokens; all other batches with few.
+            # Choose rollouts to score again. A check after a start is thorough, with many tokens, for the first two
+            # versions of the weights; all other checks take few tokens.
             version = self._version_of(rollouts, iteration)
             is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
             seed = fold_in(config.seed, "glance", iteration)

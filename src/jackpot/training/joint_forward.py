@@ -122,7 +122,7 @@ class JointForward:
             batch,
             self.weights_are_current(batch),
             lam=objective.correction.lam,
-            normalizer="topk" if outputs.budgeted else self._normalizer(old),
+            normalizer="topk" if outputs.budgeted else self._normalizer(old),  # a budgeted Z is put in below
             distill=self.distill if self.runs_both else None,
             reference_kl=outputs.reference_kl,
         )

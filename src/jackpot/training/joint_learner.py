@@ -137,8 +137,8 @@ class JointLearner(Learner):
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
-            [weight for weight in policy.parameters() if weight.requires_grad],
-            self._forward.policy_log_probs,
+            parameters=[weight for weight in policy.parameters() if weight.requires_grad],
+            log_probs=self._forward.policy_log_probs,
             max_length=options.max_length,
             pads=not can_pack(policy),
         )
@@ -180,13 +180,14 @@ class JointLearner(Learner):
         gaps: GapColumns = []
 
         for index, micro_batches in enumerate(steps):
+            # Else the rollout model steps once, in the last step, on the sum of its gradients.
             steps_rollout_model = self._options.rollout_model_each_step or index == len(steps) - 1
             result, step_gaps = self.update(micro_batches, trace, steps_rollout_model)
             results.append(result)
             gaps = step_gaps + gaps  # newest first, since the last of equal uids wins: a rollout's first step counts
 
         # All gaps come in one transfer, so that no step waits for the device.
-        return TrainResult(results, column_on_host(gaps))
+        return TrainResult(steps=results, engine_gaps=column_on_host(gaps))
 
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
         """Compute the policy's log-probs of a rollout batch before the first update on the batch.

@@ -202,6 +202,7 @@ class KappaRepair:
             The passes with the new weights, and metrics of this rank.
         """
         correction = self._objective.correction
+        # The passes with the weights of this step's totals.
         final = [replace(micro, correction=correction.apply(micro.terms.inputs, totals)) for micro in passes]
         # The factor s by which the gradient is multiplied, and delta, the weight that each token then lacks in it.
         scale = final[0].correction.kappa / passes[0].correction.kappa

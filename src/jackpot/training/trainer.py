@@ -193,6 +193,7 @@ class Trainer:
 
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
             self._sampler.finish()  # the engines that evaluate may still generate rollouts for training
+            # This iteration is finished, so an error is an event of the next one.
             with self._clock("evaluate"), stop_recorded(self._folder.event, self.iteration + 1, WeightsError):
                 values |= self._evaluator.evaluate(self.iteration, self._next_writers(self.iteration).values())
 

@@ -161,8 +161,8 @@ class RunFolder:
                 installed.
         """
         if config.tracking.wandb:
-            wandb_module()
-        Environment(self.path)
+            wandb_module()  # raises if wandb is not installed
+        Environment(self.path)  # raises if environment.json is damaged or of a later version
         finished, has_checkpoint = self._finished(), self._has_checkpoint()
         if not (finished or has_checkpoint or (self.path / "config.yaml").exists()):
             return

@@ -49,7 +49,7 @@ def config(
             _show_list(console, group.settings)
     else:
         rows = [(group.title, str(len(group.settings)), group.meaning.partition(". ")[0]) for group in groups]
-        show_table(console, "", ("block", "settings", "what"), rows, ("settings",), box=SIMPLE_HEAD)
+        show_table(console, "", ("block", "settings", "what"), rows, numbers=("settings",), box=SIMPLE_HEAD)
 
     show_next(
         console,

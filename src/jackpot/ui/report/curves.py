@@ -122,7 +122,7 @@ class _ChartMaker:
         for arm, line in zip(self._arms, self._lines[metric], strict=True):
             if not line.numbers:
                 continue
-            # A line has the arm's name; in a chart of several metrics, the metric's name after it, or alone for one arm.
+            # The arm's name; in a chart of several metrics also the metric's, which stands alone if there is one arm.
             name = label if label and is_single else ", ".join(filter(None, [arm.name, label]))
             color_index, shade = self._color(arm, variant)
             yield replace(_as_series(line, name, color_index), group=arm.name, shade=shade)

@@ -110,7 +110,7 @@ class _Packing:
                 longest = share if iterations else self._longest_response()
                 budget = max(share, 0) // (len(chosen) - index)  # tokens, an equal part of the share that is left
                 rows = spread_rows(_lengths(table), budget, longest)
-                if not rows and table.num_rows:
+                if not rows and table.num_rows:  # there is no room for a response of this file
                     continue
                 columns = _columns(table.take(rows), words)
             except UnreadableRollouts as error:

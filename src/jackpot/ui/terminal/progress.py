@@ -101,7 +101,7 @@ class Counts:
         elif is_due or now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             line = _line(count, facts)
-            if done > start_count:  # the rest takes as long for each as what was done since the first update
+            if done > start_count:  # the rest is expected at the speed since the first update
                 line += f"  {(now - start_time) / (done - start_count) * (total - done):.0f} s left"
             print_line(self._console, line)
 
