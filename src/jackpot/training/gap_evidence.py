@@ -122,7 +122,7 @@ def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tens
     prompts: dict[str, int] = {}  # number of each prompt, in the order of the prompts' first rollouts
     prompt_indices = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
-    # The depth of each token, counted from 1 in each rollout: its place in all rollouts less the tokens before its own.
+    # The depth of each token, from 1 on: its place among all tokens less the number of tokens in earlier rollouts.
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     # The range of each depth, the floor of its log2: `frexp` writes a depth as a number in [0.5, 1) times 2**exponent.
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)

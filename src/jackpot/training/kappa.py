@@ -260,6 +260,7 @@ class KappaRepair:
             batch_rows = [columns_by_uid[uid] for uid in batch.uids]
             padded = {name: pad_sequence([row[name] for row in batch_rows], batch_first=True) for name in batch_rows[0]}
             self._backward(batch, **padded)
+        # Run empty passes until this rank has run as many as the rank with the most.
         nothing = deltas[0][:0]  # [0, T]
         for _ in range(len(repairs), most_repairs):
             self._backward(empty_like(batches[0]), delta=nothing, proximal=nothing, counted=nothing)

@@ -94,8 +94,8 @@ class Ranks:
         """
         while True:
             with self._lost_named(f"waiting for a command after {self._last}"):
-                message = self._receive(0, self._waiting)
-            if message is None:
+                message = self._receive(0, group=self._waiting)
+            if message is None:  # rank 0 has ended
                 return
             sequence_number, name, threads, arguments = message
             with self._command(sequence_number, name):

@@ -309,6 +309,7 @@ class RunFolder:
             (self.path / "tensorboard").mkdir(exist_ok=True)
 
         self._tensorboard = f"tensorboard/{event_file_name(self.path / 'tensorboard')}"
+        # TensorBoard shall show no iterations from older files that this start runs again.
         self._append(self._tensorboard, restart_records(max(iteration + 1, 0)))
 
     def _cut(self, name: str, iteration: int) -> None:
@@ -460,7 +461,7 @@ class RunFolder:
         if not self._is_in_place():
             return  # the folder may belong to another run; `check_in_place` ends this one
         file = self._appended.setdefault(name, AppendedFile(self.path / name))
-        waited = bool(file.waiting)
+        waited = bool(file.waiting)  # whether earlier records wait, of which the user was warned
         try:
             file.append(record)
         except OSError as error:

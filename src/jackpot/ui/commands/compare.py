@@ -90,6 +90,7 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
         """Print what is new about a run; `end` says how it ended, and is empty before."""
         nonlocal waiting  # number of runs that have not ended; 0 once the time was estimated
+        # Print the estimate once, with the first iteration that some run has trained.
         if waiting and end:
             waiting -= 1
         elif waiting and lines and lines[-1]["iteration"] > 0:

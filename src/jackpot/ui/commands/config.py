@@ -115,7 +115,7 @@ def setting_groups() -> Iterator[SettingGroup]:
 def notes_on(blocks: "Sequence[reference.Block]") -> list[str]:
     """Return lines that explain the blocks: one for each name that a block can have, as `engine=vllm`, and its meaning.
 
-    A block inside another block that is null by default gets a line with its own meaning, too.
+    A block that lies inside another one and is null by default gets a line with its own meaning, too.
     """
     lines = {}
     for block in blocks:

@@ -119,7 +119,7 @@ def show_results(
 
     title = f"{k} {'answer' if k == 1 else 'answers'} to each problem, {sampling}, percent"
     columns = list(rows[0])
-    show_table(console, title, columns, [tuple(row.values()) for row in rows], columns[1:], box=SIMPLE_HEAD)
+    show_table(console, title, columns, [tuple(row.values()) for row in rows], numbers=columns[1:], box=SIMPLE_HEAD)
 
     for result in results:
         print_lines(console, _sentences(result.summary), f"{result.benchmark}: ")

@@ -64,6 +64,6 @@ def launch(
 
     # The ranks check the start again when the job begins; here an error comes before the job waits in the queue.
     placed = processes.place_engines(config, ranks=nodes * job.ranks, on_gpu=gpus > 0, local_ranks=job.ranks)
-    checks.check_start(placed, placed.model_paths(), nodes * job.ranks)
+    checks.check_start(placed, placed.model_paths(), ranks=nodes * job.ranks)
 
     typer.echo(text, nl=False)

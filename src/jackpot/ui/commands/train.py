@@ -318,11 +318,12 @@ def _change_cells(
     """Format a metric before training (line `first` of metrics.jsonl), after it (`last`), and the change, ± errors."""
     before, error_before = first[metric], first.get(f"{metric}_stderr")
     after, error_after = last[metric], last.get(f"{metric}_stderr")
+    # The error of the change, as if the two errors were independent.
     error = None if error_before is None or error_after is None else math.hypot(error_before, error_after)
     return (
         numbers.with_error(before, error_before, measure),
         numbers.with_error(after, error_after, measure),
-        numbers.with_error(after - before, error, measure, "+"),
+        numbers.with_error(after - before, error, measure, sign="+"),
     )
 
 

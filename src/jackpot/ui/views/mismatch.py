@@ -258,7 +258,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
         means = {band.name: estimate(band) for band in pair.numbers.bands.get(kind, ())}
 
         def shifted(errors: float) -> Sequence[float | None]:
-            """Return each band's mean plus `errors` standard errors; None for a band that the pair lacks."""
+            """Return each band's mean plus `errors` standard errors; None for a missing band or one off the axis."""
             values = {name: mean.value + errors * (mean.error or 0.0) for name, mean in means.items()}
             return finite([values.get(name) for name in names], _SMALLEST)
 
