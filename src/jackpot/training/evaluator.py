@@ -76,7 +76,8 @@ class Evaluator:
         config, components = self._components.config, self._components
         task = components.task if name == OWN_SET else components.benchmarks[name]
 
-        # The held-out problems are cut to `evaluation.problems`, and so is a benchmark of unknown size.
+        # A benchmark is evaluated as a whole. Of the held-out problems, and of a benchmark that does not tell its size,
+        # the first `evaluation.problems` are taken.
         if name not in self._prompts:
             size, problems = task.size("test"), config.evaluation.problems
             if name == OWN_SET or size is None:

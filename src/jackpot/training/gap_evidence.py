@@ -54,10 +54,10 @@ class GapEvidence:
     responses to the prompt. Let L be the limit of the mean of x over prompts: MAY_GROW times the mean of x in earlier
     batches (in this range, or in a shallower range if it is larger there), and at least what is always allowed.
 
-    Every range has a bet (`Bets`): each prompt multiplies it by (1 + x / L) / 2, whose mean is at most 1 as long as the
-    mean of x is at most L. The means of earlier batches count an x above L as L. In the first batches, which are not
-    judged, they count it up to MAY_GROW times what is always allowed, so that an engine that was wrong before a restart
-    does not teach that its gap is usual.
+    Every range has a bet (`Bets`) that its gaps are larger: each prompt multiplies the bet's product by
+    (1 + x / L) / 2, whose mean is at most 1 as long as the mean of x is at most L. In the means of earlier batches an x
+    above L counts as L. In the first batches, which are not judged, they count it up to MAY_GROW times what is always
+    allowed, so that an engine that was wrong before a restart does not teach that its gap is usual.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class GapEvidence:
         self._batches = 0
 
     def add(self, rollouts: Sequence[Rollout], gaps: Sequence[Tensor], always: float) -> float:
-        """Add the gaps of a batch to the evidence; return all evidence so far as a number below 1 (`Bets.share`).
+        """Add the gaps of a batch to the evidence; return the evidence so far (`Bets.share`), at 1 of which a run ends.
 
         Args:
             rollouts: rollouts of the batch.
@@ -87,10 +87,11 @@ class GapEvidence:
         limits = (MAY_GROW * usual).clamp(min=always)
         self._batches += 1
         if self._batches > LEARNT:
-            share = self._bets.add(torch.where(known, (means / limits / 2.0 + 0.5).log(), 0.0).sum(0))
-            if share >= 1.0:
+            # Each prompt multiplies the bet of a range by (1 + x / L) / 2: x its mean gap there, L the range's limit.
+            log_factors = torch.where(known, (means / limits / 2.0 + 0.5).log(), 0.0)
+            if self._bets.add(log_factors.sum(0)) >= 1.0:
                 raise EngineError(_error_text(int(self._bets.products.argmax()), means, usual, limits))
-        else:
+        else:  # what is usual is not known yet
             limits = torch.full_like(limits, MAY_GROW * always)
 
         # Learn from the mean gaps, cut off at the limits.
@@ -118,10 +119,10 @@ def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tens
 
     A gap is a token's |p_engine - p_training|; its depth is its position in the response, counted from 1.
     """
-    prompts: dict[str, int] = {}
+    prompts: dict[str, int] = {}  # number of each prompt, in the order of the prompts' first rollouts
     prompt_indices = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
-    # The depth of each token, counted from 1 in each rollout.
+    # The depth of each token, from 1 on: its place among all tokens less the number of tokens in earlier rollouts.
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     # The range of each depth, the floor of its log2: `frexp` writes a depth as a number in [0.5, 1) times 2**exponent.
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)

@@ -70,6 +70,7 @@ class EngineCheck:
         self._role: Role = role
         self._column = Version._fields.index(role)  # column of this model in `Rollout.versions`
         self._thorough: set[int] = set()  # versions of weights whose rollouts were checked thoroughly
+        # Of all batches since the start: that tokens are not drawn as reported; that log-probs leave training's.
         self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
         # Version of the weights of which the learner keeps a copy; None: no copy.
         self._copied_version: int | None = None
@@ -98,7 +99,8 @@ class EngineCheck:
             if not config.guard.check_engine:
                 return
 
-            # Choose rollouts to score again: many in the first two checks of new weights after a start, else few.
+            # Choose rollouts to score again. A check after a start is thorough, with many tokens, for the first two
+            # versions of the weights; all other checks take few tokens.
             version = self._version_of(rollouts, iteration)
             is_thorough = version not in self._thorough and len(self._thorough) < THOROUGH_CHECKS
             seed = fold_in(config.seed, "glance", iteration)
@@ -145,9 +147,11 @@ class EngineCheck:
         is_comparable = config.sampling.lists_support or not config.sampling.truncated
         if trained and config.guard.check_engine and is_comparable:
             with stop_recorded(self._record, iteration):
-                # At no depth of the responses a mean gap below allowed / ALWAYS_ALLOWED is refused.
+                # `allowed` is the mean gap over all depths of responses that the precisions explain. At single depths
+                # smaller gaps count as evidence too, but none below `always`.
                 allowed = max(LARGEST_GAPS[precision] for precision in self._precisions(engine))
-                self._gap_evidence.add(trained, [gaps[rollout.uid] for rollout in trained], allowed / ALWAYS_ALLOWED)
+                always = allowed / ALWAYS_ALLOWED
+                self._gap_evidence.add(trained, [gaps[rollout.uid] for rollout in trained], always)
 
     def gap(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> float:
         """Return the mean |p_engine - p_training| over a few rollouts of an evaluation; NaN if none can be used.

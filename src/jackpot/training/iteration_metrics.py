@@ -52,7 +52,8 @@ def training_sums(
     """
     sums, epochs = _total(results), components.config.batch.ppo_epochs
     if sums:
-        first_epoch = _total(results[: len(results) // epochs])
+        first_epoch = _total(results[: len(results) // epochs])  # every epoch has equally many steps
+        # The metrics with a standard error, and those from which a standard error is computed.
         from_first = (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE)
         sums |= {name: first_epoch[name] for name in from_first if name in first_epoch}
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
@@ -89,7 +90,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 
 def metric_values(sums: Sums) -> dict[str, float]:
     """Return the value of every metric by name, derived metrics included; this waits for the device once."""
-    # The effective sample sizes of prefixes of responses are NaN where they are of few tokens.
+    # The effective sample sizes of prefixes of responses (`_PREFIX`) become NaN where they are of few tokens.
     values: dict[str, Tensor] = {
         name: _of_many(metric, metric.value)
         if isinstance(metric, EffectiveSampleSize) and _PREFIX in name

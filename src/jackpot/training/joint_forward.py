@@ -122,7 +122,7 @@ class JointForward:
             batch,
             self.weights_are_current(batch),
             lam=objective.correction.lam,
-            normalizer="topk" if outputs.budgeted else self._normalizer(old),
+            normalizer="topk" if outputs.budgeted else self._normalizer(old),  # a budgeted Z is put in below
             distill=self.distill if self.runs_both else None,
             reference_kl=outputs.reference_kl,
         )
@@ -161,6 +161,7 @@ class JointForward:
         False for all tokens of an engine that quantizes, truncates, or computes in another dtype than training.
         """
         generator = "rollout_model" if self.is_separate else "policy"
+        # Whether the engine that sampled a token gives the distribution that training computes from equal weights.
         is_exact: bool | Tensor = generator in self._options.exact_engines
         if batch.by_policy is not None:
             is_exact = torch.where(batch.by_policy[:, None], "policy" in self._options.exact_engines, is_exact)
@@ -190,10 +191,10 @@ class JointForward:
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:
-        """Run the backbones and the joint head for `outputs`, which calls this method through `run`."""
+        """Run the backbones and the joint head, as `outputs` does, but without autocast and gathering of weights."""
         roles: tuple[Role, ...] = ("policy", "rollout_model") if self.runs_both else ("policy",)
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
-        states = (hidden["policy"], hidden.get("rollout_model"))
+        states = (hidden["policy"], hidden.get("rollout_model"))  # what the head reads; None: the policy alone
 
         # The head sums an exact Z at the correction's lam. But where the correction has a budget, the Z that all tokens
         # shall have, `z_for_budget` below finds the lam at which Z is the budget, and Z at this lam.

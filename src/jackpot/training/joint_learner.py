@@ -127,9 +127,9 @@ class JointLearner(Learner):
         self._forward = JointForward(
             self.models,
             objective,
-            rollout_model_objective.distill if rollout_model_objective else None,
-            options,
-            partial(self._optimizer.version, rollout_model is not None),
+            distill=rollout_model_objective.distill if rollout_model_objective else None,
+            options=options,
+            version=partial(self._optimizer.version, has_rollout_model=rollout_model is not None),
             reference=reference,
             gathered=gathered,
         )
@@ -137,8 +137,8 @@ class JointLearner(Learner):
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
-            [weight for weight in policy.parameters() if weight.requires_grad],
-            self._forward.policy_log_probs,
+            parameters=[weight for weight in policy.parameters() if weight.requires_grad],
+            log_probs=self._forward.policy_log_probs,
             max_length=options.max_length,
             pads=not can_pack(policy),
         )
@@ -173,19 +173,21 @@ class JointLearner(Learner):
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
     ) -> TrainResult:
+        # Whether the rollout model runs and trains on this rollout batch, beside the policy.
         self._forward.runs_both = self._forward.is_separate and with_rollout_model
         steps = self.compute_old_log_probs(mini_batches)
         results: list[StepResult] = []
         gaps: GapColumns = []
 
         for index, micro_batches in enumerate(steps):
+            # Else the rollout model steps once, in the last step, on the sum of its gradients.
             steps_rollout_model = self._options.rollout_model_each_step or index == len(steps) - 1
             result, step_gaps = self.update(micro_batches, trace, steps_rollout_model)
             results.append(result)
             gaps = step_gaps + gaps  # newest first, since the last of equal uids wins: a rollout's first step counts
 
         # All gaps come in one transfer, so that no step waits for the device.
-        return TrainResult(results, column_on_host(gaps))
+        return TrainResult(steps=results, engine_gaps=column_on_host(gaps))
 
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
         """Compute the policy's log-probs of a rollout batch before the first update on the batch.
@@ -246,7 +248,8 @@ class JointLearner(Learner):
             passes, repair_metrics = self._repair.apply(passes, totals)
             metrics.append(repair_metrics)
 
-        # Report the correction with the totals that its weights contain: this step's, or none where `kappa` is "none".
+        # Report each micro-batch's correction with the totals by which its weights are scaled: those of this step, or
+        # no totals where the correction's `kappa` is "none".
         used_totals = totals if known.totals is None or known.are_provisional else known.totals
         reports = [
             policy_report(self._objective, micro.terms, micro.correction, used_totals, self._options.max_length)
@@ -294,7 +297,14 @@ class JointLearner(Learner):
         totals = all_reduce_sums(measured) if known.totals is None else known.totals
 
         loss = joint_loss(
-            self._objective, self._active_objective, batch, scores, old, inputs, totals, self._options.max_length
+            policy=self._objective,
+            rollout_model=self._active_objective,
+            batch=batch,
+            scores=scores,
+            old=old,
+            inputs=inputs,
+            totals=totals,
+            max_length=self._options.max_length,
         )
         measures_split = trace and loss.rollout_model_ppo.requires_grad
         split = GradientSplit(loss.rollout_model_ppo, outputs.hidden["rollout_model"]) if measures_split else None
@@ -334,6 +344,7 @@ class JointLearner(Learner):
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
+        # Write this rank's part of the models and moments; every other rank writes its own.
         files, failed = {}, None
         for write in self._writers(folder, roles):
             try:
@@ -390,6 +401,7 @@ class JointLearner(Learner):
         if objective is None:
             return {}
         if control and steps_rollout_model:
+            # Where the policy generates some of the rollouts, only those of the rollout model count.
             acceptance = metrics.get("obrs/acceptance_by_rollout_model", metrics["obrs/acceptance"])
             weight = next_distill_weight(
                 control,

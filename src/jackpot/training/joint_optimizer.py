@@ -88,9 +88,9 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
-        # The denominators of the gradients of all trained models.
-        totals: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
-        counts = dict(totals)  # denominators of the models that step now
+        # The denominators of the gradients of all trained models, and of the models that step now.
+        all_counts: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
+        counts = dict(all_counts)
         if self._accumulator:
             counts.pop("rollout_model", None)
 
@@ -99,8 +99,8 @@ class JointOptimizer:
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
 
         # Add the rollout model's gradient to its sum over steps, and step on the sum when it is due.
-        if self._accumulator and "rollout_model" in totals:
-            is_finite = self._accumulator.add(totals["rollout_model"], is_finite)
+        if self._accumulator and "rollout_model" in all_counts:
+            is_finite = self._accumulator.add(all_counts["rollout_model"], is_finite)
             if steps_rollout_model:
                 counts["rollout_model"] = self._accumulator.pop()
                 norms["rollout_model"] = self._prepare("rollout_model", counts["rollout_model"])
@@ -117,7 +117,7 @@ class JointOptimizer:
 
         events = []
         for role in counts:
-            optimizer, scale = self._optimizers[role], 1.0
+            optimizer, scale = self._optimizers[role], 1.0  # factor of the learning rate
             why = self._reason_to_skip(role, metrics, tokens, denominators[role])
 
             if role == "policy" and self._effective_share and not why:
@@ -184,7 +184,7 @@ class GradientAccumulator:
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
         self._parameters = optimizer.parameters
-        self._saved: list[Tensor] = []  # sums of the gradients, one a parameter; empty before the first step
+        self._sums: list[Tensor] = []  # sum of the gradients of each parameter; empty before the first step
         self._count = torch.zeros((), dtype=torch.float64)
 
     def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
@@ -204,16 +204,17 @@ class GradientAccumulator:
         for parameter in self._parameters:
             parameter.grad = None
 
+        # Find on how many ranks some gradient is not finite: 0 or 1 on this rank, summed over the ranks.
         are_broken = [~local(grad).isfinite().all().to(count.device) for grad in grads if grad is not None]
         num_broken_ranks = torch.stack([~others_are_finite, *are_broken]).any().double()
         sum_over_ranks([num_broken_ranks])
         is_added = num_broken_ranks == 0
 
-        self._saved = self._saved or [torch.zeros_like(parameter) for parameter in self._parameters]
-        for saved, grad in zip(self._saved, grads, strict=True):
+        self._sums = self._sums or [torch.zeros_like(parameter) for parameter in self._parameters]
+        for gradient_sum, grad in zip(self._sums, grads, strict=True):
             if grad is not None:
-                shard = local(grad)
-                local(saved).add_(shard.masked_fill_(~is_added.to(shard.device), 0.0))
+                shard = local(grad)  # this rank's part of a sharded gradient
+                local(gradient_sum).add_(shard.masked_fill_(~is_added.to(shard.device), 0.0))
         self._count = self._count + torch.where(is_added, count, 0.0)
         return is_added
 
@@ -222,10 +223,10 @@ class GradientAccumulator:
 
         The next sum begins at 0. Call `add` at least once before.
         """
-        for parameter, grad in zip(self._parameters, self._saved, strict=True):
-            parameter.grad = grad
+        for parameter, gradient_sum in zip(self._parameters, self._sums, strict=True):
+            parameter.grad = gradient_sum
         count = self._count
-        self._saved = []
+        self._sums = []
         self._count = torch.zeros((), dtype=torch.float64)
         return count
 
@@ -263,7 +264,7 @@ _SPLIT = "rollout_model/split"
 
 
 def split_numbers(sums: Sums) -> Sums:
-    """Remove what `GradientSplit` added to the sums of an optimizer step, and return the metrics that it gives.
+    """Remove from the sums of an optimizer step what `GradientSplit` added, and return metrics computed from it.
 
     The metrics are the norms of PPO part and distillation part, divided by the denominator of the step, and the cosine
     between the parts, which is left out where a part is 0. Without sums of `GradientSplit` there are no metrics.
@@ -273,6 +274,7 @@ def split_numbers(sums: Sums) -> Sums:
     """
     if f"{_SPLIT}/ppo" not in sums:
         return {}
+    # Sums over the hidden states: squares of the PPO part, squares of the distillation part, and products of both.
     ppo, distill, product = (float(sums.pop(f"{_SPLIT}/{name}").value) for name in ("ppo", "distill", "product"))
     count = float(Mean.named(sums, "rollout_model/loss").count) or 1.0
     norms = math.sqrt(ppo) * math.sqrt(distill)

@@ -62,14 +62,16 @@ class StepTotals:
         if kappa == "none":
             return BeforeBackward(totals={}, are_provisional=False, seconds=0.0)
 
+        # Whether the old log-probs alone determine the totals, so that no forward pass is needed.
         old_suffices = all(holds_target(micro.old, self._objective) for micro in micro_batches)
-        counts: Sums = {
-            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # micro-batches with sequences
-            "rank": Max.number(len(micro_batches)),  # largest number of micro-batches on a rank
+        counts: Sums = {  # numbers of micro-batches
+            "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # with sequences, on all ranks
+            "rank": Max.number(len(micro_batches)),  # on the rank that has most
         }
         counts = all_reduce_sums(counts)
 
-        # Begin with the totals of an earlier step, for `KappaRepair` to correct afterwards.
+        # Begin with the totals of an earlier step, for `KappaRepair` to correct afterwards. It cannot correct a
+        # gradient with regularizers, which do not scale with kappa.
         if not old_suffices and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
             return BeforeBackward(totals=self._last, are_provisional=True, seconds=0.0)
         # Leave the totals to the forward pass of each rank's only micro-batch.
@@ -83,6 +85,7 @@ class StepTotals:
             for micro in micro_batches:
                 old = micro.old
                 current = old if holds_target(old, self._objective) else OldLogProbs.of(forward(micro.tokens, old))
+                # Without old log-probs this is the first update on the tokens, where the current policy is the old one.
                 _, measured = measured_inputs(self._objective, micro.tokens, old or current, current)
                 totals = add_sums(totals, measured)
         return BeforeBackward(
@@ -132,7 +135,7 @@ class HiddenNorms:
         hidden.register_hook(self._record)
 
     def spread(self, batch: TokenBatch) -> Tensor:
-        """Return the gradients' norms at the tokens' places: [B, T] float32, 0 where masked or without a gradient."""
+        """Return the gradient's norm at the hidden state that predicts each token: [B, T] float32, 0 where none is."""
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:
@@ -199,6 +202,7 @@ class KappaRepair:
             The passes with the new weights, and metrics of this rank.
         """
         correction = self._objective.correction
+        # The passes with the weights of this step's totals.
         final = [replace(micro, correction=correction.apply(micro.terms.inputs, totals)) for micro in passes]
         # The factor s by which the gradient is multiplied, and delta, the weight that each token then lacks in it.
         scale = final[0].correction.kappa / passes[0].correction.kappa
@@ -256,6 +260,7 @@ class KappaRepair:
             batch_rows = [columns_by_uid[uid] for uid in batch.uids]
             padded = {name: pad_sequence([row[name] for row in batch_rows], batch_first=True) for name in batch_rows[0]}
             self._backward(batch, **padded)
+        # Run empty passes until this rank has run as many as the rank with the most.
         nothing = deltas[0][:0]  # [0, T]
         for _ in range(len(repairs), most_repairs):
             self._backward(empty_like(batches[0]), delta=nothing, proximal=nothing, counted=nothing)
@@ -303,4 +308,5 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
     # For each sequence, the relative error that is left if it and all with smaller squares are not read again.
     errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * factor).sqrt()
     smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()
-    return errors[-1], ~(squares < smallest_chosen) & (squares != 0)  # a NaN is chosen, too
+    # The last error is the one if no sequence is read again. A sequence whose square is NaN is chosen, too.
+    return errors[-1], ~(squares < smallest_chosen) & (squares != 0)

@@ -20,8 +20,9 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """
     correction = objective.correction
     default_target = "old" if correction.proximal == "rollout" else correction.proximal
-    regresses = objective.surrogate == "oapl"
+    regresses = objective.surrogate == "oapl"  # its loss regresses a log-ratio on the advantage
 
+    # Corrections without a budget or a `kappa_tolerance` get the defaults.
     return PolicyObjective(
         correction=construct_correction(correction),
         target=correction.target if isinstance(correction, TargetCorrection) else default_target,

@@ -51,7 +51,7 @@ class OldPolicySnapshot:
             **old.z._asdict(),
             **({} if old.lam is None else {"lam": old.lam}),
         }
-        self._empty_columns = {name: column[:0] for name, column in columns.items()}
+        self._empty_columns = {name: column[:0] for name, column in columns.items()}  # for their dtypes
         rows = by_rollout(batch, columns)
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
@@ -97,8 +97,8 @@ class OldPolicySnapshot:
 def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     """Return the batches that this rank has to read, so that some rank reads each rollout of all ranks.
 
-    All ranks leave out the batches with equal numbers i: those where every rollout that any rank has in its batch i is
-    also in an earlier batch of some rank.
+    The ranks read in step, each its own batch i, so either all leave out their batch i or none does. It is left out if
+    every rollout that any rank has in its batch i is also in an earlier batch of some rank.
     """
     uids = [(index, uid) for index, batch in enumerate(batches) for uid in batch.uids]
     indices = all_gather(torch.tensor([index for index, _ in uids], dtype=torch.int64)).tolist()
@@ -121,7 +121,7 @@ def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> TypeGua
 
 
 def by_rollout(batch: TokenBatch, columns: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Split named tensors [B, T, ...] into rows without padding, [T_i, ...]; return by rollout uid the rows by name."""
+    """Split named tensors [B, T, ...] into rows without padding, [T_i, ...]; return the named rows by rollout uid."""
     lengths = batch.attention_mask.sum(-1).tolist()
     return {
         uid: {name: tensor[row, :length] for name, tensor in columns.items()}

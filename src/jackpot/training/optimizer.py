@@ -147,8 +147,8 @@ class ModelOptimizer:
             CheckpointError: the moments do not fit the parameters.
         """
         self.steps = state["steps"]
-        has_moments = enumerate(self.parameters) if self.steps else ()  # no moments before the first step
-        states = {index: self._state(index, parameter, moments) for index, parameter in has_moments}
+        with_moments = enumerate(self.parameters) if self.steps else ()  # no moments before the first step
+        states = {index: self._state(index, parameter, moments) for index, parameter in with_moments}
         self._adamw.load_state_dict({"state": states, "param_groups": state["groups"]})
 
     def _state(self, index: int, parameter: nn.Parameter, moments: Mapping[str, Any]) -> dict[str, Tensor]:

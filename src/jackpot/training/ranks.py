@@ -62,7 +62,7 @@ class Ranks:
         self._is_idle = True  # whether this rank is between two commands
         # The lock is held to send to waiting ranks; the event says that the run has ended.
         self._turn, self._ended = threading.Lock(), threading.Event()
-        if self.rank == 0:
+        if self.rank == 0:  # send signs of life, _BEATS within one time-out
             threading.Thread(target=self._beat, args=(timeout / _BEATS,), daemon=True).start()
 
     def carry_out(self, name: str, arguments: Sequence[Any], work: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
@@ -80,9 +80,9 @@ class Ranks:
                 last.
         """
         with self._turn, self._command(self._last.sequence_number + 1, name):
-            for rank in range(1, self.size):
+            for rank in range(1, self.size):  # `follow` reads these four values
                 self._send([self._last.sequence_number, name, torch.get_num_threads(), arguments[rank]], rank)
-            return work(arguments[0]), [self._receive(rank, None) for rank in range(1, self.size)]
+            return work(arguments[0]), [self._receive(rank, group=None) for rank in range(1, self.size)]
 
     def follow(self, do: Callable[[str, Any], Any]) -> None:
         """Carry out the commands of rank 0 with `do`, and send back what `do` returns, until rank 0 ends.
@@ -94,8 +94,8 @@ class Ranks:
         """
         while True:
             with self._lost_named(f"waiting for a command after {self._last}"):
-                message = self._receive(0, self._waiting)
-            if message is None:
+                message = self._receive(0, group=self._waiting)
+            if message is None:  # rank 0 has ended
                 return
             sequence_number, name, threads, arguments = message
             with self._command(sequence_number, name):
@@ -219,7 +219,8 @@ class LedLearner(Learner):
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
     ) -> TrainResult:
-        dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]  # [step][rank]: micro-batches
+        # Deal the micro-batches of every step out to the ranks: [step][rank], a list of micro-batches.
+        dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]
         options = {"trace": trace, "with_rollout_model": with_rollout_model}
         arguments = [{"mini_batches": [step[rank] for step in dealt]} | options for rank in range(self._ranks.size)]
         result, *replies = self._all("train", arguments)
@@ -227,8 +228,10 @@ class LedLearner(Learner):
         # Ranks 1, 2, ... have replied with the traces and gaps of their rollouts; rank 0's own join them.
         replies.insert(0, _traces_and_gaps(result))
         traces = zip(*(reply["traces"] for reply in replies), strict=True)  # for each step, the traces of every rank
-        steps = [replace(step, traces=_merged(of_step)) for step, of_step in zip(result.steps, traces, strict=True)]
-        return TrainResult(steps, _merged(reply["engine_gaps"] for reply in replies))
+        steps = [
+            replace(step, traces=_merged(rank_traces)) for step, rank_traces in zip(result.steps, traces, strict=True)
+        ]
+        return TrainResult(steps=steps, engine_gaps=_merged(reply["engine_gaps"] for reply in replies))
 
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
@@ -253,7 +256,8 @@ class LedLearner(Learner):
         if failures := [f"rank {rank}: {reply['failed']}" for rank, reply in enumerate(replies) if "failed" in reply]:
             raise CheckpointError("; ".join(failures))
 
-        files = _merged(reply["files"] for reply in replies)
+        files = _merged(reply["files"] for reply in replies)  # checksums of the files of all ranks
+        # Each rank has written a part of each model: write the index that says which weight is in which file.
         for role in roles:
             write_index(folder / role, [folder / name for name in files if Path(name).parent == Path(role)])
         return files
@@ -262,7 +266,7 @@ class LedLearner(Learner):
         return self._learner.state_dict()
 
     def _by_rollout(self, name: str, batches: Sequence[TokenBatch], **arguments: Any) -> dict[str, Tensor]:
-        """Have each rank carry out a command on its share of the batches, and join the results by rollout uid."""
+        """Deal batches out to the ranks, carry out a command on them, and join the ranks' results by rollout uid."""
         shares = deal(batches, self._ranks.size)
         return _merged(self._all(name, [{"batches": share} | arguments for share in shares]))
 

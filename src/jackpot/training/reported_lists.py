@@ -76,10 +76,11 @@ def check_lists(lists: ReportedLists) -> None:
     if not lists.top_ids.numel():
         return
 
-    ids = lists.top_ids.sort(dim=-1).values
+    ids = lists.top_ids.sort(dim=-1).values  # equal ids are now neighbours
     twice = int((ids[:, 1:] == ids[:, :-1]).any(-1).sum())
     mass = lists.top_log_probs.exp().sum(-1)
 
+    # Each problem with whether the lists have it; a sum that is NaN counts as too large.
     problems = {
         f"{twice} of {len(ids)} name a token twice": twice > 0,
         f"the probabilities of one sum to {float(mass.max()):.6g}": not bool((mass <= LARGEST_MASS).all()),
@@ -108,23 +109,27 @@ class Bets:
         self._weights, self._batches = shares.log(), 0
         self.products = torch.full_like(shares, -math.inf)  # log of the weighted sum of each bet's products
 
-    def add(self, logs: Tensor) -> float:
-        """Multiply all running products of each bet by the bet's factor in a new batch; return `share`.
+    def add(self, log_factors: Tensor) -> float:
+        """Multiply the running products of every bet by the bet's factor in a new batch; return `share`, the evidence.
 
-        Each bet first begins one more product at 1. `logs` are the logs of the factors of all bets, [bets].
+        Before that, every bet begins one more product, which is 1.
+
+        Args:
+            log_factors: log of each bet's factor in the batch, [bets].
         """
         self._batches += 1
-        # The weight of the products that begin now, in the average of a bet's products (see the class).
+        # The new product's weight in the average of a bet's products (see the class).
         new_weight = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
-        self.products = torch.logaddexp(self.products, self._weights + math.log(new_weight)) + logs
+        # `products` holds the log of each bet's weighted sum: add the new product, then multiply by the factor.
+        self.products = torch.logaddexp(self.products, self._weights + math.log(new_weight)) + log_factors
         return self.share
 
     @property
     def share(self) -> float:
         """Return the evidence against the engine, as a share of the evidence at which a run ends.
 
-        It is the log of the weighted average of all products, divided by log(1 / FALSE_ALARM). A number below 0 is no
-        evidence against the engine.
+        The evidence is the log of the weighted average of the products of all bets, and a run ends at
+        log(1 / FALSE_ALARM). A share below 0 is no evidence against the engine.
         """
         return float(self.products.logsumexp(0)) / -math.log(FALSE_ALARM) if self._batches else 0.0
 
@@ -167,8 +172,13 @@ class SamplingEvidence:
             EngineError: the engine samples from another distribution than it reports.
         """
         if lists.top_ids.numel():
-            # Factors of the bets on another temperature, on equal responses and on single tokens, as SHARES lists them.
-            self._bets.add(torch.cat([self._tilted(lists), _repeated(rollouts), self._biased(lists)]))
+            # The three kinds of bets, on temperatures, equal responses and single tokens, in the order of SHARES.
+            by_kind = (
+                self._temperature_log_factors(lists),
+                _repeat_log_factors(rollouts),
+                self._token_log_factors(lists),
+            )
+            self._bets.add(torch.cat(by_kind))
 
         if (share := self._bets.share) >= 1.0:
             raise EngineError(
@@ -205,11 +215,12 @@ class SamplingEvidence:
             f"bias to logits, or a penalty, after it has computed log-probs?"
         )
 
-    def _tilted(self, lists: ReportedLists) -> Tensor:
-        """Return the logs of the factors of the bets on another temperature, summed over the tokens: [tilts].
+    def _temperature_log_factors(self, lists: ReportedLists) -> Tensor:
+        """Return the log of the factor by which a batch multiplies each bet on another temperature, [tilts].
 
-        For a tilt d the factor is exp(d f) / E[exp(d f)], where f is the token's reported log-prob, at least FLOOR. For
-        the error's text, also add up f of the drawn tokens and E[f].
+        The factor of a bet with the tilt d, one of TILTS, is the product of exp(d f) / E[exp(d f)] over the tokens,
+        where f is a token's reported log-prob, at least FLOOR. For the error's text, f of the drawn tokens and E[f] are
+        added up, too.
         """
         probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # of the listed tokens, [N, K]
         # Tokens outside the list, taken together: their f, and the probability that is left for them, [N].
@@ -224,18 +235,20 @@ class SamplingEvidence:
         logs = []
         for tilt in TILTS:
             mean = (probs * (tilt * f).exp()).sum(-1) + prob_outside * (tilt * f_outside).exp()  # E[exp(d f)], [N]
-            # Rounding can raise the expectation by the largest exp(d f), which is at f = 0 or at f = FLOOR.
-            logs.append((tilt * f_drawn - (mean + ROUNDING * max(1.0, math.exp(tilt * FLOOR))).log()).sum())
+            # Rounding can raise the expectation by a share ROUNDING of the largest exp(d f), at f = 0 or f = FLOOR.
+            highest_mean = mean + ROUNDING * max(1.0, math.exp(tilt * FLOOR))
+            logs.append((tilt * f_drawn - highest_mean.log()).sum())
         return torch.stack(logs)
 
-    def _biased(self, lists: ReportedLists) -> Tensor:
-        """Return the logs of the factors of the bets on single tokens, summed over the tokens: [WATCHED * biases].
+    def _token_log_factors(self, lists: ReportedLists) -> Tensor:
+        """Return the log of the factor by which a batch multiplies each bet on a single token, [WATCHED * biases].
 
-        The first batch, from which the tokens to watch are chosen, gives zeros.
+        The first batch chooses the tokens to bet on, those that it should have drawn most; its factors are 1.
         """
         probs = lists.top_log_probs.exp()
         logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)
         if self._watched is None:
+            # How often each token should have been drawn: the sum of its reported probabilities.
             expected = lists.top_ids.flatten().bincount(probs.flatten())
             likely = expected.topk(min(WATCHED, len(expected))).indices
             self._watched = torch.cat([likely, likely.new_full((WATCHED - len(likely),), -1)]).sort().values
@@ -252,8 +265,8 @@ class SamplingEvidence:
         return logs.flatten()
 
 
-def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
-    """Return the logs of the factors of the bets on equal responses, summed over the responses: [REPEATS]."""
+def _repeat_log_factors(rollouts: Sequence[Rollout]) -> Tensor:
+    """Return the log of the factor by which a batch multiplies each bet on equal responses to a prompt, [REPEATS]."""
     # For each prompt, its earlier responses (bytes of the token ids) with their probabilities.
     before: dict[tuple[str, tuple[int, ...]], dict[bytes, float]] = {}
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
@@ -262,11 +275,13 @@ def _repeated(rollouts: Sequence[Rollout]) -> Tensor:
         earlier = before.setdefault((rollout.prompt.uid, rollout.prompt.token_ids), {})
         response = rollout.token_ids.numpy().tobytes()
         if earlier:
-            chance = min(1.0, sum(earlier.values()))
-            # For each share b of REPEATS, the log of 1 - b or, for a copy of an earlier one, of 1 - b + b / chance.
+            chance = min(1.0, sum(earlier.values()))  # that this response equals an earlier one, at most
+            # For each share b of REPEATS, the log of 1 - b or, for a copy of an earlier one, of 1 - b + b / chance. A
+            # chance too small for a float counts as 1e-300.
             logs += torch.tensor(
                 [math.log(1.0 - b + (b / max(chance, 1e-300) if response in earlier else 0.0)) for b in REPEATS]
             )
+        # The response's probability, as high as it may be when another batch computes the log-probs.
         log_probs = rollout.rollout_log_probs[rollout.sampled_mask].double()
         earlier[response] = math.exp(min(0.0, float((log_probs + ANOTHER_PASS).sum())))
     return logs

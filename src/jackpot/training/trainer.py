@@ -91,7 +91,8 @@ class Trainer:
         self._checkpointer = Checkpointer(components, folder, state)
 
         self.iteration = -1  # newest finished iteration; 0 is the evaluation before training
-        # Versions of the weights at the start of the newest iterations, oldest first.
+        # Versions of the weights at the start of the newest iterations, oldest first: enough to see a token's lag
+        # (`lag_sums`), which should be `batch.ahead` iterations at most, also where it is larger.
         self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)
 
         if state is not None:
@@ -113,7 +114,7 @@ class Trainer:
             if self.iteration < 0:
                 self._finish_iteration({})  # iteration 0: the evaluation before training
             else:
-                self._rest()
+                self._put_idle_engines_to_sleep()
 
             while self.iteration < config.iterations and not stop.requested:
                 iteration = self.iteration + 1
@@ -175,14 +176,14 @@ class Trainer:
                 sampled = [sample.rollout for sample in samples if sample.rollout.sampled_by == role]
                 check.check_gaps(self._components.writers[role], sampled, gaps, iteration)
 
-    def _rest(self) -> None:
+    def _put_idle_engines_to_sleep(self) -> None:
         """When a run continues, put those engines to sleep that do not generate the next rollouts."""
         waiting = {self._components.engine, self._components.policy_engine}
         for engine in waiting.difference(self._next_writers(self.iteration).values()):
             engine.sleep()
 
     def _next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return by model the engines that now need the weights after `iteration`; none if enough batches are begun."""
+        """Return the engines that take the weights after `iteration` now, by model; none while enough batches wait."""
         return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
@@ -192,6 +193,7 @@ class Trainer:
 
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
             self._sampler.finish()  # the engines that evaluate may still generate rollouts for training
+            # This iteration is finished, so an error is an event of the next one.
             with self._clock("evaluate"), stop_recorded(self._folder.event, self.iteration + 1, WeightsError):
                 values |= self._evaluator.evaluate(self.iteration, self._next_writers(self.iteration).values())
 
@@ -201,7 +203,9 @@ class Trainer:
 
         with self._clock("save"):  # the seconds of this block appear in the next line of metrics.jsonl
             line = self._folder.report(self.iteration, values)
-            self._checkpointer.save_if_due(self.iteration, self._state, values.get(f"eval/policy_{measure_of(values)}"))
+            # The policy's accuracy or mean reward; None if this iteration was not evaluated.
+            value = values.get(f"eval/policy_{measure_of(values)}")
+            self._checkpointer.save_if_due(self.iteration, self._state, value)
         self._on_metrics(line)
 
     def _mini_batches(self, samples: Sequence[TrainingSample]) -> Iterator[list[TokenBatch]]:
@@ -250,7 +254,7 @@ class Trainer:
         return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
 
     def _record_events(self) -> None:
-        """Write the events of tasks and engines since the last call to events.jsonl."""
+        """Append to events.jsonl what has happened in tasks and engines since the last call of this method."""
         for event in self._components.take_events():
             self._folder.event(self.iteration, event)
 

@@ -99,7 +99,7 @@ _USUAL_ARMS = ("obrs", "none", "tis", "on_policy", "obrs_expected")
 
 
 def arm_color_indices(names: Iterable[str]) -> dict[str, int]:
-    """Return the `Series.color_index` of each arm: `_USUAL_ARMS` have theirs on every page, others the free ones."""
+    """Return the `Series.color_index` of each arm: `_USUAL_ARMS` keep theirs on every page, others get a free one."""
     arms = set(names)
     usual = {name: index for index, name in enumerate(_USUAL_ARMS) if name in arms}
     unusual = sorted(arms - usual.keys())

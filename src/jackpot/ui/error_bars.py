@@ -77,11 +77,12 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
         if column := {line["iteration"]: line[metric] for line in lines if metric in line}:
             columns.append(column)
     if not columns:
-        return MeanLine([], [])
+        return MeanLine(x=[], y=[])
 
     x = sorted(set[int]().union(*columns))
+    # Over each run's value at every x, None where the run has none.
     mean, low, high = map(list, error_bars([list(map(column.get, x)) for column in columns]))
-    return MeanLine(x, mean) if len(columns) < 2 else MeanLine(x, mean, low, high)
+    return MeanLine(x=x, y=mean) if len(columns) < 2 else MeanLine(x=x, y=mean, low=low, high=high)
 
 
 def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
@@ -106,7 +107,7 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
 
     low = line.low and thinned(line.low)
     high = line.high and thinned(line.high)
-    return MeanLine([line.x[index] for index in indices], thinned(line.y), low, high)
+    return MeanLine(x=[line.x[index] for index in indices], y=thinned(line.y), low=low, high=high)
 
 
 def rounded(value: Number) -> Number:

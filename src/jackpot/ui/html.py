@@ -51,7 +51,7 @@ def write_page(
     Args:
         tokens: data of the token inspector; None leaves the inspector out.
     """
-    columns: _Columns = {}
+    columns: _Columns = {}  # the columns of numbers of all charts, each once; `_section` adds to them
     data: dict[str, Any] = {"sections": [_section(section, columns) for section in sections]}
     data["numbers"] = list(columns)
     # Compressed parts of the page, by name; the page's script unpacks each when it is needed.

@@ -32,6 +32,7 @@ def with_error(value: float, error: float | None, measure: Measure = "accuracy",
     """
     if measure == "accuracy":
         return f"{100 * value:{sign}.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+    # `#` keeps trailing zeros.
     return f"{value:{sign}#.4g}" + ("" if error is None else f" ± {error:#.2g}")
 
 

@@ -38,6 +38,7 @@ class Command(TyperCommand):
         """
         words = list(args)  # the parser empties the list that it gets
         try:
+            # `parameters` has each parameter as often as it was typed.
             _, _, parameters = self.make_parser(ctx).parse_args(list(args))
         except NoSuchOption as error:
             raise ConfigError(self._unknown_option(ctx, error.option_name, error.possibilities, words)) from None

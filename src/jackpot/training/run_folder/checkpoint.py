@@ -414,7 +414,7 @@ def _verify(folder: Path) -> None:
 
 
 def _flush(folder: Path, flushed: Collection[str]) -> None:
-    """Flush what is in `folder` to the disk before the folder gets its final name; the files `flushed` already are."""
+    """Flush a checkpoint to the disk before its folder gets the final name, all but the files that `flushed` names."""
     for path in folder.rglob("*"):
         if not path.is_file():
             flush_folder(path)

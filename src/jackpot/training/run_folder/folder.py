@@ -161,8 +161,8 @@ class RunFolder:
                 installed.
         """
         if config.tracking.wandb:
-            wandb_module()
-        Environment(self.path)
+            wandb_module()  # raises if wandb is not installed
+        Environment(self.path)  # raises if environment.json is damaged or of a later version
         finished, has_checkpoint = self._finished(), self._has_checkpoint()
         if not (finished or has_checkpoint or (self.path / "config.yaml").exists()):
             return
@@ -181,7 +181,7 @@ class RunFolder:
         refused = [str(change) for change in fixed_changes(Config, settings_of(before), settings_of(config))]
         if before.iterations != config.iterations:
             change = str(Change("iterations", before.iterations, config.iterations))
-            if schedules := falling_rates(before):
+            if schedules := falling_rates(before):  # schedules that end with the last iteration
                 refused.append(f"{change}; the rates used so far fell towards the last one ({', '.join(schedules)})")
             elif config.iterations < finished:
                 refused.append(f"{change}; {finished} are finished")
@@ -309,6 +309,7 @@ class RunFolder:
             (self.path / "tensorboard").mkdir(exist_ok=True)
 
         self._tensorboard = f"tensorboard/{event_file_name(self.path / 'tensorboard')}"
+        # TensorBoard shall show no iterations from older files that this start runs again.
         self._append(self._tensorboard, restart_records(max(iteration + 1, 0)))
 
     def _cut(self, name: str, iteration: int) -> None:
@@ -324,8 +325,9 @@ class RunFolder:
         if len(staying) == len(texts):
             return
 
-        if torn := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
-            _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, torn)))
+        # Only the last line can have been cut short by a kill; an earlier line that cannot be read deserves a warning.
+        if damaged := [line_number for line_number, text in enumerate(texts[:-1], start=1) if _parsed(text) is None]:
+            _log.warning("%s: lines %s cannot be read and are removed", path, ", ".join(map(str, damaged)))
 
         write_whole(self._superseded / name, b"".join(text for text in texts if not stays(text)))
         # Where only the end of the file goes, it is cut off in place; else the file is written anew.
@@ -417,7 +419,7 @@ class RunFolder:
         """Write lines that waited for room on the disk, end tracking, and release the lock of the folder."""
         for name, file in self._appended.items():
             if file.waiting:
-                self._append(name, b"")
+                self._append(name, b"")  # writes the lines that wait
             if file.waiting:
                 _log.warning("%s: %d bytes did not fit on the disk and are lost", file.path, len(file.waiting))
 
@@ -459,7 +461,7 @@ class RunFolder:
         if not self._is_in_place():
             return  # the folder may belong to another run; `check_in_place` ends this one
         file = self._appended.setdefault(name, AppendedFile(self.path / name))
-        waited = bool(file.waiting)
+        waited = bool(file.waiting)  # whether earlier records wait, of which the user was warned
         try:
             file.append(record)
         except OSError as error:

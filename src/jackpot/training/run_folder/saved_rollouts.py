@@ -110,12 +110,14 @@ def thin_rollouts(folder: Path, keep: int) -> None:
     files = {int(path.stem.split("-")[1]): path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name)}
     while len(files) > keep:
         iterations = sorted(files)
-        # The gap that the removal of each file but the first and the newest would leave, in iterations.
+        # The gap that the removal of each file but the first and the newest would leave, in iterations. The zip ends
+        # with its shortest list: the newest file has no later neighbour.
         neighbours = zip(iterations, iterations[1:], iterations[2:], strict=False)
         gaps = {iteration: after - before for before, iteration, after in neighbours}
         if keep > 2 and (best := best_rollouts(folder.parent, iterations)) is not None:
             gaps.pop(best, None)
-        files.pop(min(gaps, key=gaps.__getitem__) if keep > 1 else iterations[0]).unlink()
+        removed = min(gaps, key=gaps.__getitem__) if keep > 1 else iterations[0]  # of all files only the newest stays
+        files.pop(removed).unlink()
 
 
 def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:

@@ -90,10 +90,12 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
         """Print what is new about a run; `end` says how it ended, and is empty before."""
         nonlocal waiting  # number of runs that have not ended; 0 once the time was estimated
+        # Print the estimate once, with the first iteration that some run has trained.
         if waiting and end:
             waiting -= 1
         elif waiting and lines and lines[-1]["iteration"] > 0:
             jobs_at_once = min(waiting, jobs or max(1, cores.free_cores()))
+            # As if every iteration of every run took as long as this one.
             minutes = numbers.iteration_seconds(lines[-1]) * run.config.iterations * waiting / jobs_at_once / 60.0
             duration = f"about {minutes:,.0f} minutes in all (estimated from {run.name})"
             print_line(console, f"{waiting} runs, {jobs_at_once} at a time: {duration}")

@@ -49,7 +49,7 @@ def config(
             _show_list(console, group.settings)
     else:
         rows = [(group.title, str(len(group.settings)), group.meaning.partition(". ")[0]) for group in groups]
-        show_table(console, "", ("block", "settings", "what"), rows, ("settings",), box=SIMPLE_HEAD)
+        show_table(console, "", ("block", "settings", "what"), rows, numbers=("settings",), box=SIMPLE_HEAD)
 
     show_next(
         console,
@@ -115,7 +115,7 @@ def setting_groups() -> Iterator[SettingGroup]:
 def notes_on(blocks: "Sequence[reference.Block]") -> list[str]:
     """Return lines that explain the blocks: one for each name that a block can have, as `engine=vllm`, and its meaning.
 
-    A block inside another block that is null by default gets a line with its own meaning, too.
+    A block that lies inside another one and is null by default gets a line with its own meaning, too.
     """
     lines = {}
     for block in blocks:
@@ -131,6 +131,6 @@ def _show_list(console: Console, settings: "Sequence[reference.Setting]") -> Non
         choice = f", with {setting.variants}" if setting.variants else ""
         head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
         print_line(console, head.replace("; default required", "; required"))
-        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")
+        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")  # its first sentence
         console.print(Padding(plain(meaning), (0, 0, 0, 6), expand=False), highlight=False)
     print_line(console, "")

@@ -33,6 +33,7 @@ def diagnose(
 
     Status: supported.
     """
+    # A file, or a folder with files and without config.yaml, holds rollouts of another trainer.
     if run.is_file() or (any(run.glob("*")) and not (run / "config.yaml").is_file()):
         return dumps.diagnose_dump(run, as_json)
 

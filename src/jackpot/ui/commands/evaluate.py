@@ -119,7 +119,7 @@ def show_results(
 
     title = f"{k} {'answer' if k == 1 else 'answers'} to each problem, {sampling}, percent"
     columns = list(rows[0])
-    show_table(console, title, columns, [tuple(row.values()) for row in rows], columns[1:], box=SIMPLE_HEAD)
+    show_table(console, title, columns, [tuple(row.values()) for row in rows], numbers=columns[1:], box=SIMPLE_HEAD)
 
     for result in results:
         print_lines(console, _sentences(result.summary), f"{result.benchmark}: ")
@@ -138,6 +138,7 @@ def _percent(estimate: Interval | None) -> str:
 
 def _sentences(summary: "pass_at_k.EvaluationSummary") -> Iterator[str]:
     """Yield a sentence with pass@k for every k, and one for each kind of failure that makes answers count as wrong."""
+    # Up to k = 2 the table of results shows them all: mean@k is pass@1.
     if summary.k > 2 and summary.pass_at_k:
         yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in summary.pass_at_k.items())
 

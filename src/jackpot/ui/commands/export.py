@@ -43,7 +43,7 @@ def export(
             run,
             form,
             folder,
-            lambda responses: show(f"wrote {responses:,} responses"),
+            listen=lambda responses: show(f"wrote {responses:,} responses"),
             iteration=iteration,
             sample=sample,
         )

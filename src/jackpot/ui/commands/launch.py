@@ -63,7 +63,7 @@ def launch(
     text = cluster.script(job, [recipe, *(["--arm", arm] if arm else []), *changes], str(folder))
 
     # The ranks check the start again when the job begins; here an error comes before the job waits in the queue.
-    placed = processes.place_engines(config, nodes * job.ranks, gpus > 0, job.ranks)
-    checks.check_start(placed, placed.model_paths(), nodes * job.ranks)
+    placed = processes.place_engines(config, ranks=nodes * job.ranks, on_gpu=gpus > 0, local_ranks=job.ranks)
+    checks.check_start(placed, placed.model_paths(), ranks=nodes * job.ranks)
 
     typer.echo(text, nl=False)

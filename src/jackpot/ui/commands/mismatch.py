@@ -76,7 +76,8 @@ def mismatch(
     learners = list(map(recipes.parse_overrides, learner or []))
 
     with status(console, "starting") as listen:
-        result = measuring.measure_mismatch(sides.mismatch_config(model, samplers, learners, changes), listen)
+        config = sides.mismatch_config(model, samplers=samplers, learners=learners, changes=changes)
+        result = measuring.measure_mismatch(config, listen)
 
     folder = out or results.default_folder("mismatch", model)
     sections = views.mismatch_sections(result)

@@ -39,7 +39,7 @@ def recipes(
 
 
 def _show_list(console: Console, recipes: Sequence["listing.RecipeListing"]) -> None:
-    """Print a row for each recipe, those without published numbers first."""
+    """Print a row for each recipe, those without published numbers first, and among these `_FIRST` at the top."""
     rows = [
         (recipe.name, f"{recipe.gpus.count} x {recipe.gpus.kind}" if recipe.gpus else "a CPU", recipe.description)
         for recipe in sorted(recipes, key=lambda recipe: (bool(recipe.published), recipe.name != _FIRST))

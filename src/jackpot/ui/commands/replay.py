@@ -68,11 +68,11 @@ def replay(
         result = replaying.replay(
             path,
             form,
-            recipes.split_names(corrections),
-            model,
-            temperature,
-            every,
-            lambda responses: show(f"read {responses:,} responses"),
+            names=recipes.split_names(corrections),
+            model=model,
+            temperature=temperature,
+            every=every,
+            listen=lambda responses: show(f"read {responses:,} responses"),
         )
         rescored = scoring.score_again(path) if rewards else []
 

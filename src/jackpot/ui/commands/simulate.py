@@ -49,10 +49,10 @@ def simulate(
     with status(console, "measuring both models"):
         measured = candidates.simulate_candidates(
             config,
-            rollout_model or [],
-            count,
-            seed,
-            lambda seconds: print_line(
+            candidates=rollout_model or [],
+            prompts=count,
+            seed=seed,
+            listen=lambda seconds: print_line(
                 console,
                 f"{count} answers of the rollout model took {seconds:.0f} s; next: the policy's answers",
             ),

@@ -154,7 +154,7 @@ def _plan(
     prompts = sizes.prompt_lengths(config)
     if estimating.is_large(models):
         needs = estimating.estimate(config, models, prompts, gpus)
-        plans.show_plan(console, config, models, None, prompts, folder)
+        plans.show_plan(console, config, models, memory=None, prompts=prompts, folder=folder)
         plans.show_needs(console, config, needs)
         return needs
 
@@ -243,7 +243,8 @@ def _listener(console: Console, config: "run_settings.Config") -> Iterator[Calla
             if seconds := numbers.iteration_seconds(line):
                 facts["s/iteration"] = f"{seconds:.2g}"
 
-            # An evaluation also prints a line that stays, with the scores of both models.
+            # An evaluation also prints a line that stays, with the scores of both models alone: the names in
+            # `_REWARD_FACTS`, which accuracies have, too.
             done, is_due = line["iteration"], measure is not None
             counts.update("iteration", done, config.iterations, facts, is_due=is_due, lasting=_REWARD_FACTS)
 
@@ -257,6 +258,7 @@ def _show_result(
     evaluated = [line for line in lines if run_files.measure_of(line) is not None]
     first, last = evaluated[0], evaluated[-1]
     is_accuracy = run_files.measure_of(last) == "accuracy"
+    # A row for each metric of the evaluation: its label, then its values before and after training and the change.
     rows = [
         (label, *_change_cells(first, last, metric, measure))
         for label, (metric, measure) in _evaluated_metrics(config, last, is_accuracy).items()
@@ -267,7 +269,9 @@ def _show_result(
     quantity = "Accuracy" if is_accuracy else "Mean reward"
     unit = ", percent ± standard error" if is_accuracy else " ± standard error"
     problems, sampling = limits.problems_of(lines, config), config.evaluation_sampling.described
-    show_table(console, f"{quantity} on {problems} held-out problems, {sampling}{unit}", columns, rows, columns[1:])
+    show_table(
+        console, f"{quantity} on {problems} held-out problems, {sampling}{unit}", columns, rows, numbers=columns[1:]
+    )
 
     print_lines(console, _cost(lines, config))
     print_line(console, f"Run folder: {folder}")
@@ -314,17 +318,18 @@ def _change_cells(
     """Format a metric before training (line `first` of metrics.jsonl), after it (`last`), and the change, ± errors."""
     before, error_before = first[metric], first.get(f"{metric}_stderr")
     after, error_after = last[metric], last.get(f"{metric}_stderr")
+    # The error of the change, as if the two errors were independent.
     error = None if error_before is None or error_after is None else math.hypot(error_before, error_after)
     return (
         numbers.with_error(before, error_before, measure),
         numbers.with_error(after, error_after, measure),
-        numbers.with_error(after - before, error, measure, "+"),
+        numbers.with_error(after - before, error, measure, sign="+"),
     )
 
 
 def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> list[str]:
-    """Return a sentence on the FLOPs and CPU seconds of a run until its last evaluation; none before training."""
-    *_, spent = summary.points_of(lines, config)
+    """Return a sentence on the FLOPs and CPU seconds of a run up to its last evaluation; none before training."""
+    *_, spent = summary.points_of(lines, config)  # the last evaluation, with what the run has cost up to it
     flops = spent.flops + spent.training_flops
     if not flops:
         return []

@@ -83,7 +83,9 @@ class _ChartMaker:
         guides, sentences = [], []
         # Only rules about the metric itself, not those about its ratio to another metric.
         for rule in (rule for rule in RULES if rule.metric == metric and rule.over is None):
-            limits = [  # of the rule: (text, limit, the sign that `value - limit` has beyond the limit)
+            # The limits of the rule: (text, limit, the sign that `value - limit` has beyond the limit). A limit that
+            # depends on the run is a function and no float, and has no guide.
+            limits = [
                 (f"{side} {limit:g}", limit, sign)
                 for side, limit, sign in (("at least", rule.low, -1), ("at most", rule.high, 1))
                 if isinstance(limit, float) and math.isfinite(limit)
@@ -120,6 +122,7 @@ class _ChartMaker:
         for arm, line in zip(self._arms, self._lines[metric], strict=True):
             if not line.numbers:
                 continue
+            # The arm's name; in a chart of several metrics also the metric's, which stands alone if there is one arm.
             name = label if label and is_single else ", ".join(filter(None, [arm.name, label]))
             color_index, shade = self._color(arm, variant)
             yield replace(_as_series(line, name, color_index), group=arm.name, shade=shade)
@@ -165,6 +168,7 @@ class _ChartMaker:
     def _chart(self, title: str, series: Iterable[Series], metrics: Sequence[str], note: str = "") -> Chart:
         """Make a chart over iterations; a chart of a single metric shows the limits that `diagnose` has for it."""
         drawn = tuple(series)
+        # All that is drawn, with the lower ends of error bars: on a logarithmic axis all must be above 0.
         values = [value for line in drawn for value in (*line.y, *(line.low or ())) if value is not None]
         is_log = all(re.fullmatch(LOGARITHMIC, metric) for metric in metrics) and min(values) > 0
         guides, limits = self._limits(metrics[0]) if len(metrics) == 1 else ([], "")
@@ -175,6 +179,7 @@ class _ChartMaker:
             series=drawn,
             note=note or limits,
             log_y=is_log,
+            # A logarithmic axis has no place for a limit of 0 or below.
             guides=tuple(guide for guide in guides if not is_log or (guide.y or 0.0) > 0.0),
         )
 
@@ -212,6 +217,7 @@ class _ChartMaker:
             suffix = f": {arm.name}" if len(self._arms) > 1 else ""
             yield self._chart(f"{base} by position{suffix}", series, [bands[band] for band in lines])
 
+            # The newest value of each band of positions, drawn at the index of the band.
             x = [index for index, band in enumerate(bands) if band in lines]
             y = [rounded(_newest(line)) for line in lines.values()]
             index, shade = self._color(arm)

@@ -106,10 +106,11 @@ class _Packing:
         for index, saved in enumerate(chosen):
             try:
                 table = read_columns(saved, _FILE_COLUMNS)
+                # Only the first response of the run may be longer than the run's share.
                 longest = share if iterations else self._longest_response()
                 budget = max(share, 0) // (len(chosen) - index)  # tokens, an equal part of the share that is left
                 rows = spread_rows(_lengths(table), budget, longest)
-                if not rows and table.num_rows:
+                if not rows and table.num_rows:  # there is no room for a response of this file
                     continue
                 columns = _columns(table.take(rows), words)
             except UnreadableRollouts as error:
@@ -135,9 +136,10 @@ class _Packing:
         return sorted(iterations, key=lambda iteration: iteration["iteration"])
 
     def _longest_response(self) -> float:
-        """Return the most tokens that a run's first response may have if it is longer than the run's share.
+        """Return the largest number of tokens that the first packed response of a run may have.
 
-        It may fill the room that is left. The page's first response may have any length, unless `max_tokens` is 0.
+        The response may exceed the run's share and take all the room that is left. The first response of the page may
+        have any length, unless `max_tokens` is 0.
         """
         return self.room if self.packs or not self.room else math.inf
 
@@ -263,7 +265,7 @@ def _lengths(table: pa.Table) -> list[int]:
 def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
     """Return the first `TOP` entries of each token's top-k list as flat columns.
 
-    The two counts are numbers of entries for each token: of those returned, and of those in the file.
+    MODEL_top_count is the number of entries returned for each token, MODEL_top_of that of entries in the file.
     """
     ids = _matrix(flat_column(table, f"{model}_top_ids"))[:, :TOP].astype(np.int64)
     log_probs = _matrix(flat_column(table, f"{model}_top_log_probs"))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class FirstOf:
     """An entry of the layout for a single chart, which shows the first of the entry's metrics that the runs have.
 
-    The chart has no curves by sign or position. A metric that is a run's `Config.kl_metric` comes before the others.
+    The entry adds no charts by the sign of the advantage or by token position. Of its metrics, one that is a run's
+    `Config.kl_metric` comes before the others.
     """
 
     metrics: tuple[str, ...]

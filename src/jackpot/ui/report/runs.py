@@ -138,7 +138,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that differ between groups of runs: by key, the value in each group as text."""
-    settings_of = [settings(group[0].config) for group in groups]
+    settings_of = [settings(group[0].config) for group in groups]  # the first run's, which its group shares
     differing_settings = {}
     for key in dict.fromkeys(key for group_settings in settings_of for key in group_settings):
         values = [_text(group_settings[key]) if key in group_settings else _MISSING for group_settings in settings_of]
@@ -161,8 +161,8 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
         indices = [index for index, folder_name in enumerate(folder_names) if folder_name == name]
         if len(indices) > 1:  # these arms share a name: add up to three settings in which they differ
             settings_by_key = list(differing([groups[index] for index in indices]).items())[:3]
-            for column, index in enumerate(indices):
-                names[index] = f"{name} ({', '.join(f'{key}={values[column]}' for key, values in settings_by_key)})"
+            for place, index in enumerate(indices):  # `values` has a value for each of `indices`
+                names[index] = f"{name} ({', '.join(f'{key}={values[place]}' for key, values in settings_by_key)})"
     # Names that are still equal get a number.
     return [name if names.index(name) == index else f"{name} #{index + 1}" for index, name in enumerate(names)]
 

@@ -66,7 +66,7 @@ def summary_section(
 
 
 def _intro(arms: Sequence[Arm]) -> str:
-    """Say how many runs and arms the report has, and how its lines were made."""
+    """Say how many runs and arms the report has, and how the lines of its charts average over seeds and are thinned."""
     runs = [run for arm in arms for run in arm.runs]
     sentences = [f"{_count(len(runs), 'run')} in {_count(len(arms), 'arm')}."]
     if any(len(arm.runs) > 1 for arm in arms):
@@ -90,6 +90,7 @@ def _results(runs: Sequence[tuple[Arm, Run]], run_diagnoses: Sequence[Diagnosis]
     """Return tables of the runs with accuracies, with rewards and without evaluation, so that a column has one unit."""
     rows: dict[str | None, list[tuple[str, ...]]] = {}
     for (arm, run), diagnosis in zip(runs, run_diagnoses, strict=True):
+        # "accuracy" or "reward", as the first evaluation of the run says; None without evaluation.
         measure = next(filter(None, map(measure_of, run.lines)), None)
         row = (  # cells in the order of `_RESULTS`
             run.name,

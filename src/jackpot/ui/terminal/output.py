@@ -82,7 +82,7 @@ def show_answer(
     """Print verdicts, then tables, then the names of written files, then commands.
 
     Args:
-        verdicts: the answer to the user's question: sentences, or `labelled` lines.
+        verdicts: the answer to the user's question: sentences, or texts that `labelled` returned.
         sections: sections with the tables; their charts are not printed.
         show_all: whether to print the tables marked `is_detail` too.
         files: files that were written, all in one folder.
@@ -153,6 +153,7 @@ def show_table(
 
     for indices in _divide_columns(needed, console.width):
         table = TerminalTable(box=box, show_header=show_header)
+        # Whether the table fits the console without line breaks in its cells.
         fits = _table_width(widths[index] for index in indices) <= console.width
         for index in indices:
             head = heads[index]

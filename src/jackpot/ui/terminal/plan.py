@@ -193,7 +193,7 @@ def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / GB:.0f}/{shard.limit / GB:.0f}"
     if row.hours is None or row.alone is None:
-        return [memory, "-", *[""] * (len(_COLUMNS) - 3)]  # no text in the columns after the hours
+        return [memory, "-", *[""] * (len(_COLUMNS) - 3)]  # only GPUs, memory and hours have a text
     hours, alone = row.hours, row.alone  # of the run, and of the policy alone
     phases = [_hours(phase) for phase in (hours.all, hours.generation, hours.training, hours.evaluating)]
     # The on-policy hours and the share of them that the run saves.
@@ -223,7 +223,7 @@ def _memory(row: MachineEstimate) -> str:
 def _assumptions(config: Config, estimate: CostEstimate) -> list[str]:
     """List the smallest machine on which the run fits and the assumptions behind the numbers."""
     sentences = [fitting(estimate)]
-    # The run is planned for several GPUs, or fits on no number of GPUs that was tried.
+    # Say this where the run is planned for several GPUs, or fits on no number of GPUs that was tried.
     if estimate.stated.shard.gpus > 1 or not any(estimate.fewest.values()):
         sentences[0] += " More than one GPU are ranks of torchrun, which have run on CPUs only (docs/distributed.md)."
 
@@ -270,7 +270,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
     if row is None or row.hours is None or row.alone is None:
         return []
 
-    hours, alone = row.hours, row.alone
+    hours, alone = row.hours, row.alone  # of the run, and of the policy alone
     sentences = [
         f"On {_name(row)} evaluations, one every {config.evaluation.every} iterations, take "
         f"{hours.evaluating / hours.all:.0%} of the hours; all columns but rollout share count them."
@@ -283,7 +283,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
             f"{hours.all / alone.all:.0%} of its hours ({hours.iterations / alone.iterations:.0%} without evaluations)."
         )
 
-    if row.ahead:  # hours of a policy alone that generates ahead
+    if row.ahead:  # hours if the policy alone generates each batch while it trains on an earlier one
         sentences.append(
             f"Beside a policy alone that generates ahead, on the best split of these GPUs, with {HEAD_DRAFTS} drafts a "
             f"pass by a head of one layer ({HEAD_ACCEPTANCE:.0%} accepted) where they pay: "

@@ -56,8 +56,8 @@ class Counts:
         # By name: the bar, and the time and the count of its first update.
         self._starts: dict[str, tuple[TaskID, float, int]] = {}
         self._last_line = -LINE_SECONDS  # when the newest line was printed
-        self._facts: dict[str, str] = {}
-        self._stage = ""
+        self._facts: dict[str, str] = {}  # newest facts below the bars, by name
+        self._stage = ""  # what the command does now
         self.live = Live(self._frame(), console=console, refresh_per_second=4)
 
     @_outliving_terminal()
@@ -101,13 +101,13 @@ class Counts:
         elif is_due or now - self._last_line >= LINE_SECONDS:
             self._last_line = now
             line = _line(count, facts)
-            if done > start_count:
+            if done > start_count:  # the rest is expected at the speed since the first update
                 line += f"  {(now - start_time) / (done - start_count) * (total - done):.0f} s left"
             print_line(self._console, line)
 
     @_outliving_terminal()
     def stage(self, text: str) -> None:
-        """Show what the command does now; a log shows it only until the first count."""
+        """Show what the command does now; a log shows it only before the first call of `update`."""
         self._stage = text
         if self._console.is_terminal:
             self.live.update(self._frame())
@@ -127,7 +127,7 @@ def _line(count: str, facts: Mapping[str, str]) -> str:
 
 @contextmanager
 def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what the command does now: a terminal changes one line, a log gets a line each.
+    """Yield a function that shows what the command does now: a terminal rewrites one line, a log gets further lines.
 
     Args:
         text: first text of the line in a terminal; each stage that begins replaces it.

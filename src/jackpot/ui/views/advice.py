@@ -61,7 +61,7 @@ def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]
 
 
 def _text(estimate: Mapping[str, float], name: str) -> str:
-    """Format a number of the advice for a table; `name`, its key, decides whether in percent or with its error."""
+    """Format a number of the advice for a table, in percent or with its standard error, as its key `name` requires."""
     if name == "tv_after_correction":
         return f"{estimate['value']:.2%}"
     return Estimate(estimate["value"], estimate["error"] if name in _WITH_ERRORS else None).text

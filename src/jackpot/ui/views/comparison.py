@@ -38,7 +38,7 @@ def comparison_verdict(comparison: Comparison) -> dict[str, str]:
     lines = {"Highest": f"{best.arm}, {scale * best.after.mean:{form}}{unit} ({_seeds(len(best.seeds))})"}
     for arm in compared:
         difference = comparison.ahead[arm]  # the best arm minus this one
-        lines[f"Against {arm}"] = _pair(best.arm, arm, difference, scale, form) if difference else "no common seed"
+        lines[f"Against {arm}"] = _distance(best.arm, arm, difference, scale, form) if difference else "no common seed"
     return lines | _cheapest(comparison)
 
 
@@ -48,9 +48,10 @@ def _seeds(count: int) -> str:
 
 
 def _cheapest(comparison: Comparison) -> dict[str, str]:
-    """Return a line on the arm that reaches the compared accuracy with the fewest FLOPs; none if fewer than two do.
+    """Return a sentence, by its label, on the arm that reaches the compared accuracy with the fewest FLOPs.
 
-    The line gives that arm's cost as a share of the baseline's, or of the next arm's where there is no baseline.
+    It gives that arm's cost as a share of the baseline's, or of the next arm's where there is no baseline. The dict is
+    empty if fewer than two arms reach the accuracy.
     """
     costs = {row.arm: row.cost for row in comparison.rows if row.cost and row.cost.all_flops and row.cost.cpu_seconds}
     arms = sorted(costs, key=lambda arm: costs[arm].all_flops or math.inf)
@@ -69,7 +70,7 @@ def _cheapest(comparison: Comparison) -> dict[str, str]:
     return {f"Cheapest to {goal}": f"{cheapest}, with {flops} and {share('cpu_seconds'):.0%} of its CPU seconds"}
 
 
-def _pair(best: str, arm: str, difference: Difference, scale: float, form: str) -> str:
+def _distance(best: str, arm: str, difference: Difference, scale: float, form: str) -> str:
     """Say how far the best arm is from another one, with a 95 % interval, and whether the difference is significant.
 
     The numbers are multiplied by `scale`, 100 for accuracies, and formatted by `form`.
@@ -81,9 +82,9 @@ def _pair(best: str, arm: str, difference: Difference, scale: float, form: str) 
         return f"{text} (1 seed, no interval): cannot tell"
 
     count = difference.seeds
-    # Half the interval in standard errors. A single seed's standard error is that over problems.
-    errors = student_t(count - 1) if count > 1 else 2.0
-    half = scale * difference.error * errors
+    # Half the interval, in standard errors and as a difference. A single seed's standard error is that over problems.
+    num_errors = student_t(count - 1) if count > 1 else 2.0
+    half = scale * difference.error * num_errors
     conclusion = f"significant, on {difference.higher} of {count}" if abs(mean) > half else "not significant"
     return f"{text} (95 % CI {mean - half:+{form}} to {mean + half:+{form}}, {_seeds(count)}): {conclusion}"
 
@@ -183,7 +184,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
     def policy(point: EvaluationPoint) -> float | None:
-        """Return the policy's accuracy or mean reward in an evaluation, which its charts have on the y axis."""
+        """Return the policy's accuracy or mean reward in an evaluation, the y value in charts of the policy."""
         return point.policy_accuracy
 
     # Each with the chart's title, the label of its y axis, and what it reads from an evaluation.
@@ -205,7 +206,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
 
 
 def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
-    """Return the sections of the page by their names."""
+    """Return the sections of the page of `jackpot compare`, by name."""
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
         f"Lines are means over seeds, bands go {describe_error_bars(seeds)}. "
@@ -226,7 +227,10 @@ def _chart(
     label: str,
     guides: tuple[Guide, ...],
 ) -> Chart:
-    """Return a chart with a line for each arm: y is a quantity of its evaluations, x a cost, whose axis has `label`."""
+    """Return a chart with a line for each arm: y is a quantity of its evaluations, x the cost named `cost`.
+
+    The x axis has the label `label`.
+    """
     runs_of: dict[str, list[RunSummary]] = {}
     for run in runs:
         runs_of.setdefault(run.arm, []).append(run)

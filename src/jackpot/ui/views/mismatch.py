@@ -71,7 +71,7 @@ def verdicts(result: MismatchResult) -> list[str]:
 
 
 def mismatch_sections(result: MismatchResult) -> dict[str, Section]:
-    """Return the sections of the page by their names."""
+    """Return the sections of the page of `jackpot mismatch`, by name."""
     return {"responses": _response_section(result.pairs), "tokens": _token_section(result.pairs)}
 
 
@@ -81,7 +81,10 @@ def _over_pairs(
     y: Callable[[MismatchPair], Sequence[float]],
     style: Literal["line", "points"],
 ) -> tuple[Series, ...]:
-    """Return a series for each pair, from functions that give the x and the y of its points."""
+    """Return a series for each pair, from functions that give the x and the y of its points.
+
+    A number that is too small for a logarithmic axis becomes a gap.
+    """
     return tuple(
         Series(
             name=pair.name,
@@ -216,6 +219,7 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
 
 def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
     """Return a chart with a point for each token of a sample, p on the x axis and q on the y axis."""
+    # `drawn` has (p, q) of each token of the sample.
     clouds = tuple(
         Series(
             name=pair.name,
@@ -254,7 +258,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
         means = {band.name: estimate(band) for band in pair.numbers.bands.get(kind, ())}
 
         def shifted(errors: float) -> Sequence[float | None]:
-            """Return each band's mean plus `errors` standard errors; None for a band that the pair lacks."""
+            """Return each band's mean plus `errors` standard errors; None for a missing band or one off the axis."""
             values = {name: mean.value + errors * (mean.error or 0.0) for name, mean in means.items()}
             return finite([values.get(name) for name in names], _SMALLEST)
 
@@ -287,6 +291,7 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
         chart(
             f"KL by {kind}",
             "nats per token" if is_exact else "k3, nats per token",
+            # The two bounds of an exact KL are equal; the first is drawn.
             lambda band: band.kl[0] if is_exact and band.kl else band.k3,
         ),
     )

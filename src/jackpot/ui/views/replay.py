@@ -82,7 +82,7 @@ def facts(result: ReplayResult) -> Table:
     metrics = result.run
 
     def value(name: str) -> float:
-        """Return a metric of the run as a number."""
+        """Return the value of the run's metric `name`."""
         return float(metrics[name].value)
 
     ratio = Mean.named(metrics, "ratio")

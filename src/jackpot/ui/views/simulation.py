@@ -47,7 +47,7 @@ _ROWS: tuple[_Row, ...] = (
 
 
 def candidate_sections(candidates: Sequence[Candidate]) -> dict[str, Section]:
-    """Return the sections of the page by their names."""
+    """Return the sections of the page of `jackpot simulate`, by name."""
     first = candidates[0]
     has_verdict = first.accuracy is not None  # else the task has rewards, but no right answers
 
@@ -69,8 +69,8 @@ def candidate_sections(candidates: Sequence[Candidate]) -> dict[str, Section]:
         note="The rule of docs/replay.md.",
     )
 
-    ways = [table for candidate in candidates for table in generation_tables(candidate.answer, candidate.name)]
-    details = [replace(table, is_detail=True) for table in ways]
+    generation = [table for candidate in candidates for table in generation_tables(candidate.answer, candidate.name)]
+    details = [replace(table, is_detail=True) for table in generation]
     states = ", ".join(f"{candidate.states:,}" for candidate in candidates)
     good = "enough right answers" if has_verdict else "high rewards"
 
