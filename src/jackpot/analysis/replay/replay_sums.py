@@ -77,7 +77,7 @@ class ReplaySums:
     @property
     def left_out(self) -> list[str]:
         """Return sentences on what could not be computed, and on corrections that were replayed on some tokens only."""
-        by_tokens: dict[int, list[str]] = {}  # number of tokens -> labels of the corrections replayed on as many
+        labels_by_tokens: dict[int, list[str]] = {}  # labels of corrections, by the number of tokens replayed
         for correction in self.corrections:
             if correction.tokens < self.tokens:
                 labels_by_tokens.setdefault(correction.tokens, []).append(correction.setting.label)
