@@ -99,7 +99,7 @@ def tiny_config(
         text.model_type,
         **shared,
         **size,
-        vocab_size=-(-(len(tokenizer) + 1) // _ROUNDED_TO) * _ROUNDED_TO,  # rounded up
+        vocab_size=-(-rows // _ROUNDED_TO) * _ROUNDED_TO,  # rounded up
         intermediate_size=3 * size["hidden_size"],
         head_dim=size["hidden_size"] // size["num_attention_heads"],
         max_position_embeddings=CONTEXT,
