@@ -137,8 +137,8 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
 
         # Estimate the bytes of the largest row. Its texts are at most the dictionaries of all texts, which come with
         # the first row of `encoded`; where texts are not in dictionaries, the mean row has to do.
-        single_rows = encoded.iter_batches(batch_size=1, row_groups=[index], columns=columns)
-        texts = sum(row.nbytes for row in islice(single_rows, 1))
+        # No name holds the reader of single rows: it keeps those dictionaries in memory.
+        texts = sum(row.nbytes for row in islice(encoded.iter_batches(1, row_groups=[index], columns=columns), 1))
         largest = max(texts, size // max(group.num_rows, 1), 1)
 
         rows = min(MOST_ROWS, max(LARGEST_BATCH // largest, 1))

@@ -129,5 +129,4 @@ def make_hosted(setup: dict[str, Any]) -> dict[str, Engine]:
     specs = {name: spec for name, spec in engine_specs(config, setup["paths"]).items() if name in setup["engines"]}
     # Version -1: the models are those that the run began with, and newer weights come before the first request. Nothing
     # closes the engines, which end with their process, so the ExitStack is dropped.
-    version, drafts = Version(policy=-1, rollout_model=-1), bool(config.draft)
-    return make_each(specs, torch.device(setup["device"]), version, drafts, undo=ExitStack())
+    return make_each(specs, torch.device(setup["device"]), Version(-1, -1), bool(config.draft), undo=ExitStack())

@@ -325,7 +325,7 @@ class Estimator:
         trained = work.epochs * policy.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
         if "rollout_model" in self._costs:
             used = fmean(map(config.uses_rollout_model, iterations))
-            trained += used * work.epochs * model.training(self.lengths, work.checkpoints, work.extra / work.epochs)
+            trained += used * work.epochs * model.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
         trained_alone = policy.training(self.lengths, work.checkpoints, extra=0.0)
 
         # FLOPs of all evaluations, divided by the number of responses that are trained on.
