@@ -447,9 +447,9 @@ def poison(monkeypatch, first):
     """Every second advantage is NaN from iteration `first` on."""
     compute, calls = advantages.compute_advantages, []
 
-    def bad(*arguments):
-        calls.append(arguments)
-        values = compute(*arguments)
+    def bad(name, **columns):
+        calls.append(name)
+        values = compute(name, **columns)
         return torch.where(torch.arange(len(values)) % 2 == 1, torch.nan, values) if len(calls) >= first else values
 
     monkeypatch.setattr(advantages, "compute_advantages", bad)
