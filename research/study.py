@@ -31,7 +31,7 @@ from jackpot.config.corrections import WITH_PROXIMAL
 from jackpot.config.recipes import resolve
 from jackpot.config.schedules import ShareSchedule
 from research.reference import ROOT, digest_of, git, still_holds
-from tools.toy_models import STUDY_MODELS, make_toy_models
+from tools.toy_models import HARD_MODELS, STUDY_MODELS, make_toy_models
 
 RECIPE = ROOT / "research" / "study.yaml"
 FACTORS = (0.5, 1.0, 2.0)  # of the policy's learning rate in the recipe: the grid of every arm
@@ -39,6 +39,7 @@ TUNING_SEED = 0  # reported with other seeds
 SEEDS = (101, 102, 103, 104, 105)  # reported; nothing was tuned on them
 FEW = SEEDS[:3]
 MANY = tuple(range(201, 225))  # of the panel `power`
+TWELVE = tuple(range(301, 313))  # of the panel `hard`
 ALONE = "alone"  # in place of a pair's name, where there is no rollout model
 LONG = 250  # iterations: 1,000 optimizer steps
 
@@ -47,7 +48,8 @@ LONG = 250  # iterations: 1,000 optimizer steps
 class Cell:
     """One arm of the recipe, with one rollout model."""
 
-    pair: str  # a rollout model of STUDY_MODELS, or ALONE
+    pair: str  # a rollout model of STUDY_MODELS or HARD_MODELS, or ALONE
+    policy: str = "policy"  # of the same
     arm: str
     rate_of: "Cell | None" = None  # the cell whose learning rate it takes; None: it is tuned itself
     times: float = 1.0  # factor of that learning rate
@@ -105,6 +107,7 @@ STALE = ("clip", "tis_adjusted", "obrs", "expected", "mask_only", "weight_only")
 FOREIGN = ("foreign_none", "foreign_tis", "foreign_obrs")
 ABLATION = ("lam_0.8", "lam_0.9", "lam_1.1", "lam_1.2", "c1_2", "c1_4", "c1_8", "k_10", "k_32")
 POWER = ("none", "tis", "obrs", "annealed_none", "annealed_obrs")
+HARD = ("hard_none", "hard_tis", "hard_obrs", "hard_annealed_none", "hard_annealed_tis")
 FAR_OBRS = Cell(pair="far", arm="obrs")
 
 
@@ -128,6 +131,13 @@ def powered(pair: str) -> list[Cell]:
     return those + [replace(cell, iterations=100) for cell in those if cell.arm.startswith("annealed")]
 
 
+def hard() -> list[Cell]:
+    """Arms of hard problems with dynamic sampling, where rollouts are three quarters of on-policy's FLOPs."""
+    alone = Cell(pair=ALONE, policy="large", arm="hard_on_policy", seeds=TWELVE)
+    those = [Cell(pair="small", policy="large", arm=arm, seeds=TWELVE) for arm in HARD]
+    return [alone, *those, Cell(pair="small", policy="large", arm="hard_drafted", rate_of=alone, seeds=TWELVE[:1])]
+
+
 PANELS: dict[str, list[Cell]] = {
     "first": [
         ON_POLICY,
@@ -142,6 +152,7 @@ PANELS: dict[str, list[Cell]] = {
     "ablation": [Cell(pair="far", arm=arm, rate_of=FAR_OBRS, seeds=FEW) for arm in ABLATION],
     "long": [],  # known once `first` is: `long_cells`
     "power": [replace(ON_POLICY, rate_of=ON_POLICY, seeds=MANY), *powered("close"), *powered("far")],
+    "hard": hard(),
 }
 CUT = (
     "stale: TIS towards the old policy, which generated the rollouts itself: its weights are 1, it is clip",
@@ -156,6 +167,7 @@ TRAIN = {"policy": 0.50, "both": 0.62, "frozen": 0.54}  # on 256, in four steps
 STEP = 0.06  # what each further step on them adds
 EVALUATE = {"policy": 1.7, "rollout_model": 1.2}  # 2,048 answers
 START = 4.0  # a process and its models
+LARGE = 5.0  # times as many with the larger policy and dynamic sampling
 
 
 def seconds(config: Config) -> float:
@@ -188,7 +200,7 @@ class Study:
         base = recipe_of(cell.arm)
         rate = factor * cell.times * base.policy.optimizer.learning_rate
         settings = [
-            f"policy.path={self.runs}/models/policy",
+            f"policy.path={self.runs}/models/{cell.policy}",
             f"policy.optimizer.learning_rate={rate:g}",
             f"seed={seed}",
         ]
@@ -291,8 +303,10 @@ class Study:
             for cell in self.cells(panel) or planned_long_cells():
                 grid = () if cell.tuned in tuned else FACTORS
                 tuned.add(cell.tuned)
+                times = LARGE if cell.policy == "large" else 1.0
                 tuning = len(grid) * seconds(self.config(cell.tuned, 1.0, TUNING_SEED, True)) if grid else 0.0
-                hours = (tuning + len(cell.seeds) * seconds(self.config(cell, 1.0, TUNING_SEED, False))) / 3600
+                reported = len(cell.seeds) * seconds(self.config(cell, 1.0, TUNING_SEED, False))
+                hours = times * (tuning + reported) / 3600
                 rows.append(f"{panel:9} {cell.name:34} {len(grid):6} {len(cell.seeds):8} {hours:10.2f}")
                 total += hours
         done = sum(len(self.read(panel)) for panel in ("tuning", *panels))
@@ -407,7 +421,8 @@ def main() -> None:
     if options.plan:
         return
     study = replace(study, source=source_commit(), reference=digest_of(ROOT))
-    missing = {name: spec for name, spec in STUDY_MODELS.items() if not (study.runs / "models" / name).exists()}
+    models = STUDY_MODELS | HARD_MODELS
+    missing = {name: spec for name, spec in models.items() if not (study.runs / "models" / name).exists()}
     make_toy_models(study.runs / "models", missing)
     for panel in panels:
         if panel == "long" and not study.is_complete("first"):

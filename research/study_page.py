@@ -470,7 +470,7 @@ def page(study: Study) -> str:
             f"the page needs the whole panel `first`, and {study.results / 'first.jsonl'} has "
             f"{len(study.read('first'))} runs of it; run python -m research.study --panel first"
         )
-    panels = {panel: study.read(panel) if panel in done else [] for panel in PANELS if panel != "power"}
+    panels = {panel: study.read(panel) if panel in done else [] for panel in PANELS if panel not in ("power", "hard")}
     reported, tuning = [one for runs in panels.values() for one in runs], study.read("tuning")
     power = study.read("power")  # as far as it is
     pairs = {name: Arms([*panels["first"], *panels["gap"]], name) for name in PAIRS}

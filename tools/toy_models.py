@@ -2,7 +2,7 @@
 
     python -m tools.toy_models FOLDER            # policy and rollout_model, the bytes of the package on its machine
     python -m tools.toy_models FOLDER --text     # the pair that reads text, and the word problems of examples/
-    python -m tools.toy_models FOLDER --study    # the four models of research/study.yaml
+    python -m tools.toy_models FOLDER --study    # the six models of research/study.yaml
 
 `policy` and `rollout_model` are Qwen3 models that add small numbers; `text_policy` and `text_rollout_model` read text
 byte by byte and solve word problems. All are supervised to convergence on a *mixture*: correct solutions, solutions
@@ -116,6 +116,22 @@ STUDY_MODELS: dict[str, ToyModelSpec] = {
         steps=1600,
         learning_rate=5e-3,
     ),
+}
+
+# The pair of its panel `hard`: a policy of two million parameters, so that processor seconds follow FLOPs, and a
+# rollout model of a sixth of its size.
+HARD_MODELS: dict[str, ToyModelSpec] = {
+    "large": ToyModelSpec(
+        hidden_size=224,
+        intermediate_size=576,
+        num_layers=4,
+        num_heads=7,
+        num_kv_heads=1,
+        mixture=TOY_MODELS["policy"].mixture,
+        steps=800,
+        learning_rate=2e-3,
+    ),
+    "small": replace(TOY_MODELS["policy"], intermediate_size=256, steps=1600),
 }
 
 
@@ -239,14 +255,14 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0, help="of weights and examples; 0 makes those of the package")
     which = arguments.add_mutually_exclusive_group()
     which.add_argument("--text", action="store_true", help="the pair that reads text, and word problems to train it on")
-    which.add_argument("--study", action="store_true", help="the four models of research/study.yaml")
+    which.add_argument("--study", action="store_true", help="the six models of research/study.yaml")
     options = arguments.parse_args()
 
     def show(name: str, step: int, steps: int, loss: float) -> None:
         if step % 100 == 0 or step == steps:
             print(f"{name}: step {step} of {steps}, {loss:.3f} nats/token", flush=True)
 
-    specs = TEXT_MODELS if options.text else STUDY_MODELS if options.study else TOY_MODELS
+    specs = TEXT_MODELS if options.text else STUDY_MODELS | HARD_MODELS if options.study else TOY_MODELS
     make_toy_models(options.folder, specs, options.seed, show)
 
     problems = write_word_problems(options.folder) if options.text else []
