@@ -260,7 +260,7 @@ def expanded(value: Any, remedy: re.Match[str]) -> Any:
 
 
 def start(adapter: ModuleType, folder: Path, given: Given, refused: Refused) -> None:
-    """Make the trainer, and train a step where that is refused; TRL may say that vLLM or a template is not here."""
+    """Make the trainer, and train a step where that is refused; TRL may say that vLLM, jmespath or a template is not here."""
     trl = import_module("trl")
     given = {name: one(adapter) if callable(one) else one for name, one in given.items() if one is not OUT}
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
@@ -275,7 +275,7 @@ def start(adapter: ModuleType, folder: Path, given: Given, refused: Refused) -> 
     except (ImportError, ValueError) as error:
         if isinstance(error, JackpotError):
             raise
-        assert re.search("vLLM|does not support tool calling", str(error)), error
+        assert re.search("vLLM|jmespath|does not support tool calling", str(error)), error
         return
     if refused.trains:
         trainer.train()
@@ -461,7 +461,8 @@ def test_trl_sends_an_adapter_that_is_not_ours(asynchronous: ModuleType, tmp_pat
     try:
         with pytest.raises(ConfigError) as error:
             trainer(**given, weight_transfer=asynchronous.ServerWeights())
-        assert remedies_of(str(error.value), {"leave weight_transfer out": {}})
+        remedy = "leave weight_transfer out: TRL then sends the adapter alone to a server with --enable-lora"
+        assert remedies_of(str(error.value), {remedy: {}})
         assert trainer(**given)._lora_sync
     finally:
         server.close()
@@ -487,7 +488,7 @@ NOT_HERE = {  # the start of a message: where it is provoked, or why nothing is 
     "{} has no rollout model": "above",
     "{} holds the policy after": "above",
     "the engine gave up": "it names no remedy: test_joint.py",
-    "jackpot.adapters.trl needs the extra": "an installation: tests/test_layers.py",
+    "jackpot.adapters.trl needs the extra": "it tells to install TRL",
     "TRL's log-probs of the policy are": "above",
     "correction {} needs the top-k of every token, and the old_log_probs": "above",
     "the policy has an adapter of peft": "above",
