@@ -260,7 +260,7 @@ def expanded(value: Any, remedy: re.Match[str]) -> Any:
 
 
 def start(adapter: ModuleType, folder: Path, given: Given, refused: Refused) -> None:
-    """Make the trainer, and train a step where that is refused; TRL may say that vLLM, jmespath or a template is not here."""
+    """Make the trainer, and train a step where that is refused; TRL may lack vLLM, jmespath or a template here."""
     trl = import_module("trl")
     given = {name: one(adapter) if callable(one) else one for name, one in given.items() if one is not OUT}
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
