@@ -173,6 +173,17 @@ def samples(groups: int, listed: bool) -> list[Any]:
     return made
 
 
+def made(cls: type, folder: Any, listed: bool, **more: Any) -> Any:
+    """A trainer of TRL's kind on rollouts of another model, and the first micro-batch of its data loader."""
+    twice = samples(2, listed) * 2  # as the data loader reads a batch ahead
+    given = {"rollout_worker": QueuedSamples(twice), "weight_transfer": NoTransfer()}
+    trainer = cls(**arguments(folder) | given, **more)
+    trainer.model_version = 1
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
 class StarterServer(ScriptedServer):
     """A server with vLLM's routes that samples from the starter, with the weights that it was last given."""
 

@@ -213,6 +213,18 @@ REFUSED = [
         slow="refusal",
     ),
     # Kernels and Ray
+    *(
+        Refused(
+            f"launch quickstart {SCRIPT} {ON_RAY}{ranks}",
+            {
+                r"leave placement.launcher and placement.ranks out \((--ranks) counts them here\)": (
+                    rf"launch quickstart {SCRIPT} \1 2"
+                ),
+                "or have jackpot train start the run without a script": None,  # tests/launch/test_ray.py
+            },
+        )
+        for ranks in ("", " placement.ranks=2")
+    ),
     Refused(
         f"{TRAIN} head_kernel=triton",
         {"install it": None, r"use (head_kernel): (auto)": rf"{TRAIN} \1=\2"},

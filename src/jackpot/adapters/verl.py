@@ -27,7 +27,7 @@ from torch import Tensor
 
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.core.metrics import Max, Mean
-from jackpot.corrections import Corrected, correct_unchecked, make_correction
+from jackpot.corrections import IN_THE_INPUTS, Corrected, correct_unchecked, make_correction
 from jackpot.objectives.corrections import CorrectionFn
 from jackpot.objectives.estimate import estimate_z
 from jackpot.objectives.obrs import ZEstimate
@@ -69,9 +69,10 @@ _Z_NEEDS = {  # verl's settings, and the values with which top-k lists reach the
 _REFUSED = {  # why a correction cannot be used, by its name or by an input that it reads
     "advantages": "reads advantages, which verl computes after its rollout correction; use one that does not, such as "
     "tis or icepop",
-    "ppo_is": "takes PPO's ratio from the rollout log-probs, which is verl's algorithm.rollout_correction.bypass_mode",
+    "ppo_is": "takes PPO's ratio from the rollout log-probs; use algorithm.rollout_correction.bypass_mode=True of verl "
+    "in its place, which does so",
     "tis_adjusted": "takes PPO's ratio from the current policy; use tis with bypass_mode: true and loss_type: "
-    "reinforce, which does so in verl",
+    "reinforce, which does so in verl, since 0.9 only with trainer.use_v1: false",
 }
 
 
@@ -205,8 +206,11 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
     settings = {}
     for text in assignments:
         key, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"rollout_is {rollout_is!r}: {text!r} is no setting; write jackpot:{name}:SETTING=VALUE")
+        if not equals or key in IN_THE_INPUTS:
+            raise ConfigError(
+                f"rollout_is {rollout_is!r}: {text!r} is no setting here; write jackpot:{name}:SETTING=VALUE, and "
+                f"leave {', '.join(IN_THE_INPUTS)} out, which verl decides"
+            )
         settings[key] = _number_or_text(value)
 
     if name in _REFUSED:
@@ -220,7 +224,7 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
 def _number_or_text(text: str) -> float | str:
     """Return a setting's value as a number if the text is one, else as the text."""
     try:
-        return float(text)
+        return float({"null": "inf", ".inf": "inf"}.get(text, text))  # no bound, as a recipe names it
     except ValueError:
         return text
 
@@ -362,7 +366,10 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
         return torch.zeros(()), {}
     names = sorted(data.keys())
     if "teacher_ids" not in names:
-        raise DataError(f"the batch has {', '.join(names)} and no top-k lists: was verl's server of vLLM patched too?")
+        raise DataError(
+            f"the batch has {', '.join(names)} and no top-k lists; apply docs/verl.patch to verl's server of vLLM too, "
+            f"on every node"
+        )
 
     # `align_top_lists` has put the sampler's lists under verl's names for those of a teacher: [1, N, K] each.
     ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))

@@ -15,11 +15,10 @@ from helpers.trl_async import (
     FOLDER,
     POLICY,
     TOP,
-    NoTransfer,
     QueuedSamples,
     StarterServer,
     arguments,
-    on_the_cpu,
+    made,
     samples,
 )
 from jackpot import correct, estimate_z
@@ -37,30 +36,6 @@ CASES = [
     ("obrs", {"mask": "expected", "target": "new", "proximal": "new"}),
     ("obrs", {"mask": "expected", "target": "new", "proximal": "rollout"}),
 ]
-
-
-@pytest.fixture(scope="module")
-def asynchronous(adapter: ModuleType) -> ModuleType:
-    """Our module, and TRL made to run on a CPU."""
-    pytest.importorskip("trl.experimental.async_grpo.packing", reason="this TRL has another asynchronous trainer")
-    from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
-
-    from jackpot.adapters.trl import asynchronous
-
-    with pytest.MonkeyPatch.context() as patch:
-        on_the_cpu(patch, packing, async_grpo_trainer, async_rollout_worker)
-        yield asynchronous
-
-
-def made(cls: type, folder: Any, listed: bool, **more: Any) -> Any:
-    """A trainer of TRL's kind on rollouts of another model, and the first micro-batch of its data loader."""
-    twice = samples(2, listed) * 2  # as the data loader reads a batch ahead
-    given = {"rollout_worker": QueuedSamples(twice), "weight_transfer": NoTransfer()}
-    trainer = cls(**arguments(folder) | given, **more)
-    trainer.model_version = 1
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    return trainer, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
 
 @cache

@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+import sys
 from ast import literal_eval
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -14,10 +16,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from helpers import trl_async
+from helpers.engines.reference import save_longer
+from helpers.engines.threaded import ThreadedEngine
 from helpers.refusals import TELLS, is_provoked, texts_of
 from helpers.trl_runs import POLICY, ROLLOUT_MODEL, arguments
 from jackpot.config.engines import TransformersEngineConfig
-from jackpot.core.errors import JackpotError
+from jackpot.core.errors import CheckpointError, ConfigError, JackpotError, ModelError
 from jackpot.core.types import Version
 from jackpot.models.load import load_model
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
@@ -65,6 +70,17 @@ def without(*missing: str) -> Callable[[ModuleType], Any]:
         return lambda prompts, trainer: whole(prompts, trainer) | dict.fromkeys(missing)
 
     return make
+
+
+def shortened(adapter: ModuleType) -> Callable:
+    """A rollout function of the user's that returns a list less than there are tokens."""
+    whole = adapter.EngineRollouts(ROLLOUT_MODEL)
+
+    def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        returned = whole(prompts, trainer)
+        return returned | {"top_ids": [rows[:-1] for rows in returned["top_ids"]]}
+
+    return rollouts
 
 
 def peft(name: str, **settings: Any) -> Callable[[ModuleType], Any]:
@@ -166,6 +182,11 @@ REFUSED = [
         {r"use (beta)=(0.0)": {r"\1": r"\2"}, r"or (top_k)=(0)": {r"\1": r"\2"}},
         trains=True,
     ),
+    Refused(
+        {"rollout_func": shortened, "correction": "obrs"},
+        {r"each must be \[T, K\], a row for every token of the completion, with one K for all": OURS},
+        trains=True,
+    ),
     # Two models
     Refused({"args": None}, {"give a GRPOConfig": {"args": OUT}}, TWO),
     Refused(
@@ -223,6 +244,12 @@ REFUSED = [
         )
         for changes in ({"use_dora": True}, {"target_modules": ["embed_tokens"]})
     ),
+    Refused(
+        MIXED | {"engine": lambda adapter: ThreadedEngine(engine(adapter)), "policy_engine": {"draft": {"tokens": 2}}},
+        {"leave draft out of the policy's engine": {"policy_engine": {}}},
+        TWO,
+        trains=True,
+    ),
 ]
 
 
@@ -233,7 +260,7 @@ def expanded(value: Any, remedy: re.Match[str]) -> Any:
 
 
 def start(adapter: ModuleType, folder: Path, given: Given, refused: Refused) -> None:
-    """Make the trainer, and train a step where that is refused; TRL may say that vLLM or a template is not here."""
+    """Make the trainer, and train a step where that is refused; TRL may lack vLLM, jmespath or a template here."""
     trl = import_module("trl")
     given = {name: one(adapter) if callable(one) else one for name, one in given.items() if one is not OUT}
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
@@ -248,7 +275,7 @@ def start(adapter: ModuleType, folder: Path, given: Given, refused: Refused) -> 
     except (ImportError, ValueError) as error:
         if isinstance(error, JackpotError):
             raise
-        assert re.search("vLLM|does not support tool calling", str(error)), error
+        assert re.search("vLLM|jmespath|does not support tool calling", str(error)), error
         return
     if refused.trains:
         trainer.train()
@@ -357,13 +384,115 @@ def test_every_remedy_of_what_was_set_up_works(adapter: ModuleType, name: str, g
         check(make(remedy))
 
 
+def test_a_policy_cut_as_told_is_trained(adapter: ModuleType, tmp_path: Path) -> None:
+    save_longer(ROLLOUT_MODEL, tmp_path / "long")
+    given = arguments(tmp_path) | PAIR | {"model": str(tmp_path / "long")}
+    with pytest.raises(ModelError, match="TRL's loss reads all") as error:
+        adapter.JackpotGRPOTrainer(**given)
+    [(remedy, _)] = remedies_of(str(error.value), {r"give TRL a policy that (model\.\S+) has cut": {}})
+
+    model = load_model(tmp_path / "long", torch.float32)
+    eval(remedy[1], {"model": model})
+    model.save_pretrained(tmp_path / "cut")
+    adapter.JackpotGRPOTrainer(**given | {"model": str(tmp_path / "cut")})
+
+
+def test_checkpoints_as_told_are_continued(adapter: ModuleType, tmp_path: Path) -> None:
+    steps = {"max_steps": 2, "per_device_train_batch_size": 16, "save_strategy": "steps", "save_steps": 1}
+
+    def train(checkpoint: str | None = None, **settings: Any) -> None:
+        trainer = adapter.JackpotGRPOTrainer(**arguments(tmp_path, **steps | settings), **PAIR)
+        trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / checkpoint))
+
+    train(save_only_model=True)
+    with pytest.raises(CheckpointError, match="has no rollout model with its optimizer") as error:
+        train("checkpoint-1")
+    pattern = r"continue from a checkpoint of JackpotGRPOTrainer, saved with (save_only_model)=(False)"
+    [(remedy, _)] = remedies_of(str(error.value), {pattern: {}})
+    train(**{remedy[1]: literal(remedy[2])})
+    train("checkpoint-1")
+
+    state = tmp_path / "checkpoint-2" / "rollout_model_optimizer" / "state.pt"
+    torch.save(torch.load(state, weights_only=True) | {"step": 1}, state)
+    with pytest.raises(CheckpointError, match="holds the policy after 2 optimizer steps") as error:
+        train("checkpoint-2")
+    assert remedies_of(str(error.value), {"continue from another checkpoint": {}})
+    train("checkpoint-1")
+
+
+# The asynchronous trainer: whether rollouts come with top-k lists, the temperature of our head, and the rest.
+LISTS = Refused(
+    {"correction": "obrs"},
+    {
+        r"make them \[T, 1 \+ 2K\] as `ListingLoop` does": {"listed": True},
+        r"or use correction (tis)": {"correction": r"\1"},
+    },
+)
+SCALED = Refused(  # by our head alone, as if the model scaled its logits itself
+    {"correction": "obrs", "listed": True, "temperature": 3.0},
+    {r"use a correction that reads the ratio alone, such as (\w+)": {"correction": r"\1"}},
+)
+
+
+def start_asynchronous(
+    asynchronous: ModuleType, folder: Path, correction: str, listed: bool = False, temperature: float = 1.0
+) -> None:
+    cls = asynchronous.CorrectedAsyncGRPOTrainer
+    trainer, batch = trl_async.made(cls, folder, listed, correction=correction)
+    trainer.temperature = temperature
+    trainer.compute_loss(trainer.model, batch).backward()
+
+
+@pytest.mark.parametrize("refused", [LISTS, SCALED])
+def test_every_remedy_of_asynchronous_steps_works(asynchronous: ModuleType, tmp_path: Path, refused: Refused) -> None:
+    with pytest.raises(JackpotError) as error:
+        start_asynchronous(asynchronous, tmp_path, **refused.given)
+    for remedy, given in remedies_of(str(error.value), refused.remedies):
+        start_asynchronous(asynchronous, tmp_path, **refused.given | expanded(dict(given), remedy))
+
+
+def test_trl_sends_an_adapter_that_is_not_ours(asynchronous: ModuleType, tmp_path: Path) -> None:
+    server = trl_async.StarterServer()
+    server.settings["parallel_config"] |= {"data_parallel_size": 1}
+    server.settings["lora_config"] = {"max_lora_rank": 16, "max_loras": 16}  # as with --enable-lora
+    given = trl_async.arguments(tmp_path, vllm_server_base_url=server.url) | {"correction": "tis"}
+    given["peft_config"] = peft("LoraConfig", **LORA)(asynchronous)
+    trainer = asynchronous.CorrectedAsyncGRPOTrainer
+    try:
+        with pytest.raises(ConfigError) as error:
+            trainer(**given, weight_transfer=asynchronous.ServerWeights())
+        remedy = "leave weight_transfer out: TRL then sends the adapter alone to a server with --enable-lora"
+        assert remedies_of(str(error.value), {remedy: {}})
+        assert trainer(**given)._lora_sync
+    finally:
+        server.close()
+
+
+def test_another_asynchronous_trainer_has_two_remedies(
+    adapter: ModuleType, asynchronous: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = import_module("jackpot.adapters.trl.base")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "trl.experimental.async_grpo.packing", None)
+        with pytest.raises(ImportError) as error:
+            base.asynchronous()
+    remedies = {r"install trl ([\d.]+)": {}, r"or use (\w+)": {}}
+    [(installed, _), (other, _)] = remedies_of(str(error.value), remedies)
+    assert version("trl").startswith(installed[1]) and base.asynchronous()
+    assert hasattr(adapter, other[1])
+
+
 NOT_HERE = {  # the start of a message: where it is provoked, or why nothing is done
     "Unsloth": "it names no remedy: test_refusals.py",
-    "top_ids and top_log_probs of completions": "test_corrected.py",
-    "TRL's loss reads all": "test_joint.py",
-    "{} has no rollout model": "test_joint.py",
-    "{} holds the policy after": "test_joint.py",
+    "TRL's loss reads all": "above",
+    "{} has no rollout model": "above",
+    "{} holds the policy after": "above",
     "the engine gave up": "it names no remedy: test_joint.py",
+    "jackpot.adapters.trl needs the extra": "it tells to install TRL",
+    "TRL's log-probs of the policy are": "above",
+    "correction {} needs the top-k of every token, and the old_log_probs": "above",
+    "the policy has an adapter of peft": "above",
+    "TRL {} has no AsyncGRPOTrainer": "above",
 }
 
 
@@ -375,8 +504,9 @@ def test_every_refusal_stands_in_a_table(adapter: ModuleType) -> None:
             getattr(refusals, name)(given)
         said.append(str(error.value))
 
-    files = [Path(refusals.__file__).parent / f"{name}.py" for name in ("refusals", "corrected", "rollouts", "joint")]
-    unsaid = [text for text in sorted(texts_of(files)) if not is_provoked(text, said)]
+    unsaid = [
+        text for text in sorted(texts_of(Path(refusals.__file__).parent.glob("*.py"))) if not is_provoked(text, said)
+    ]
     missing = [text for text in unsaid if not text.startswith(tuple(NOT_HERE))]
     assert not missing, missing
     assert all(any(text.startswith(start) for text in unsaid) for start in NOT_HERE)

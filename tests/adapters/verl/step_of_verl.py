@@ -1,11 +1,11 @@
 """One step of verl, with docs/verl.patch, on tiny models: from its server's answer to the gradient of its policy loss.
 
-Run with a patched verl on the path: `python step_of_verl.py OUT ROLLOUT_IS`. It leaves what went in, what came out and
-the gradient in the file OUT. verl's own are: `generate` of its server of vLLM, the agent loop and the worker around it,
-DataProto, the old log-probs and the update of its trainer, its training worker and its FSDP engine but for how that
-distributes a model, the rollout correction, the advantages and the policy loss; of the trainer with TransferQueue
-(`use_v1: true`) what writes rollouts, old log-probs and advantages. In place of vLLM and of a GPU stand tiny models, in
-place of TransferQueue a dict.
+Run with a patched verl on the path: `python step_of_verl.py OUT ROLLOUT_IS [SETTING=VALUE ...]`. It leaves what went
+in, what came out and the gradient in the file OUT. verl's own are: `generate` of its server of vLLM, the agent loop and
+the worker around it, DataProto, the old log-probs and the update of its trainer, its training worker and its FSDP
+engine but for how that distributes a model, the rollout correction, the advantages and the policy loss; of the trainer
+with TransferQueue (`use_v1: true`) what writes rollouts, old log-probs and advantages. In place of vLLM and of a GPU
+stand tiny models, in place of TransferQueue a dict.
 """
 
 import ast
@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from verl.experimental.agent_loop import agent_loop, single_turn_agent_loop  # noqa: F401  registers itself
+from verl.experimental.agent_loop import agent_loop, single_turn_agent_loop, tool_agent_loop  # noqa: F401  register
 from verl.protocol import DataProto
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
@@ -45,7 +45,9 @@ data: {apply_chat_template_kwargs: {}, tool_config_path: null}
 actor_rollout_ref:
   rollout:
     {name: vllm, prompt_length: 6, response_length: 10, calculate_log_probs: 4, temperature: 0.8, top_p: 1.0, top_k: -1,
-    n: 1, max_model_len: 64, multi_turn: {enable: false}, agent: {default_agent_loop: single_turn_agent},
+    n: 1, max_model_len: 64, agent: {default_agent_loop: single_turn_agent},
+    multi_turn: {enable: false, format: hermes, max_user_turns: null, max_assistant_turns: null, max_parallel_calls: 1,
+    max_tool_response_length: 256, tool_response_truncate_side: middle},
     full_determinism: false, enable_rollout_routing_replay: false, mtp: null}
   model: {path: tiny, use_fused_kernels: false}
   actor:
@@ -94,6 +96,17 @@ class Engine:
             token_ids=ids[len(prompt["prompt_token_ids"]) :], logprobs=log_probs, finish_reason="stop"
         )
         yield SimpleNamespace(outputs=[answer], num_cached_tokens=0, metrics=None)
+
+
+@agent_loop.register("editing_agent")
+class EditingLoop(single_turn_agent_loop.SingleTurnAgentLoop):
+    """A loop that takes the first sampled token out of the response."""
+
+    async def run(self, sampling_params: dict[str, Any], **others: Any) -> Any:
+        output = await super().run(sampling_params, **others)
+        for tokens in (output.response_ids, output.response_mask, output.response_logprobs):
+            del tokens[0]
+        return output
 
 
 def server_of_verl(model: Qwen2ForCausalLM, config: Any) -> SimpleNamespace:
@@ -290,7 +303,7 @@ def step_of_v1(config: DictConfig) -> dict[str, Any]:
     sampling = {"temperature": rollout.temperature, "logprobs": rollout.calculate_log_probs}
     where = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
     for row, prompt in enumerate(conversations()):
-        more = {"agent_name": "single_turn_agent", "uid": f"u{row}", "session_id": 0, "global_steps": 0}
+        more = {"agent_name": rollout.agent.default_agent_loop, "uid": f"u{row}", "session_id": 0, "global_steps": 0}
         asyncio.run(loop._run_agent_loop(sampling, where, trace=False, raw_prompt=prompt, **more))
     for row in store.rows.values():
         row["rm_scores"] = torch.zeros(len(row["responses"]))
@@ -317,11 +330,12 @@ def step_of_v1(config: DictConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    out, rollout_is = sys.argv[1:]
+    out, rollout_is, *settings = sys.argv[1:]
     fsdp.get_device_id = fsdp.get_device_name = lambda: "cpu"
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     config = OmegaConf.create(SETTINGS)
     config.algorithm.rollout_correction.rollout_is = rollout_is
+    config.merge_with_dotlist(settings)
     steps = {"padded": step(config, use_remove_padding=False), "packed": step(config, use_remove_padding=True)}
     steps["v1"] = step_of_v1(config)
     torch.save(steps, out)

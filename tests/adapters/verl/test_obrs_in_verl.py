@@ -1,15 +1,9 @@
 """OBRS with Z inside verl: the road from vLLM's answer to the policy loss, with docs/verl.patch (step_of_verl.py)."""
 
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,43 +17,7 @@ from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.obrs import ZEstimate
 
 pytestmark = pytest.mark.adapters
-PATCH = ROOT / "docs" / "verl.patch"
 K, LAM, TEMPERATURE = 4, 1.2, 0.8  # of step_of_verl.py and of the correction
-NAMED = f"jackpot:obrs:lam={LAM}:c1=2"
-NEEDED = ("verl", "hydra", "torchdata", "transfer_queue")
-
-
-@pytest.fixture(scope="module")
-def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed verl with the patch, which the page has applied."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        pytest.skip(f"{', '.join(missing)} not installed here; `make test-adapters` has it")
-    folder = tmp_path_factory.mktemp("verl")
-    [installed] = find_spec("verl").submodule_search_locations
-    shutil.copytree(installed, folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-    command = ["patch", "-p1", "--fuzz=0", "--force", "-i", PATCH]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if not (folder / "verl" / "trainer" / "ppo" / "v1").exists():  # verl 0.8, as the page says
-        failed = re.findall(r"saving rejects to file (\S+)", done.stdout)
-        assert failed == ["verl/workers/rollout/llm_server.py.rej"] and "4 out of 4 hunks ignored" in done.stdout
-        pytest.skip("the data of verl 0.8 passes through flash-attn, which needs a GPU")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-def run(folder: Path, rollout_is: str) -> dict[str, Any]:
-    script, out = Path(__file__).with_name("step_of_verl.py"), folder / "out.pt"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-    done = subprocess.run(
-        [sys.executable, script, out, rollout_is], env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(out, weights_only=False)
-
-
-@pytest.fixture(scope="module")
-def steps(patched: Path) -> dict[str, Any]:
-    return run(patched, NAMED)
 
 
 def logits_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -152,18 +110,12 @@ def test_the_trainer_with_transfer_queue_has_the_same_weights(steps):
     assert ["jackpot_lam" in names for names in steps["v1"]["asked"]] == [True, False]
 
 
-def test_other_corrections_ask_for_no_z(patched):
-    step = run(patched, "jackpot:tis")["padded"]
+def test_other_corrections_ask_for_no_z(run):
+    step = run("jackpot:tis")["padded"]
     batch, mask = step["batch"], step["batch"]["response_mask"].bool()
     assert not [name for name in batch if name.startswith("jackpot_z_")]
     ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp().clamp(max=3.0)
     torch.testing.assert_close(batch["rollout_is_weights"][mask], ratio[mask])
-
-
-@pytest.fixture(scope="module")
-def plugin() -> ModuleType:
-    pytest.importorskip("verl", reason="verl is not installed here; `make test-adapters` has it")
-    return import_module("jackpot.adapters.verl")
 
 
 def entry(log_prob: float, rank: int) -> SimpleNamespace:
@@ -230,5 +182,5 @@ def test_settings_under_which_lists_do_not_arrive_are_an_error(plugin, setting, 
 
 
 def test_the_page_says_how_long_the_patch_is():
-    lines = len(PATCH.read_text().splitlines())
+    lines = len((ROOT / "docs" / "verl.patch").read_text().splitlines())
     assert f"`docs/verl.patch`, of {lines} lines" in (ROOT / "docs" / "frameworks.md").read_text() and lines <= 100

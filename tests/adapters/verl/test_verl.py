@@ -31,12 +31,6 @@ RATIOS += ["mask_only", "target_only", "coin_only"]
 
 
 @pytest.fixture(scope="module")
-def plugin() -> ModuleType:
-    pytest.importorskip("verl", reason="verl is not installed here; `make test-adapters` has it")
-    return importlib.import_module("jackpot.adapters.verl")
-
-
-@pytest.fixture(scope="module")
 def tensors() -> dict[str, Tensor]:
     """Two models that are apart, tools that replied in between, and an empty response."""
     random = torch.Generator().manual_seed(0)
@@ -70,6 +64,8 @@ def columns_of_z(plugin: ModuleType) -> dict[str, Tensor]:
     [
         ("jackpot:tis:cap=2", "token", 2.0),
         ("jackpot:is", "token", 1e12),
+        ("jackpot:tis:cap=null", "token", 1e12),
+        ("jackpot:tis:cap=.inf", "token", 1e12),
         ("jackpot:icepop", "token", "0.5_5.0"),
         ("jackpot:drop", "token", "1e-9_5.0"),
         ("jackpot:seq_tis", "sequence", 2.0),
@@ -183,7 +179,7 @@ def test_the_page_says_of_every_correction_whether_it_can_be_had(plugin, tensors
         ("jackpot:tis_adjusted", {}, "loss_type: reinforce"),
         ("jackpot:tos", {}, "did you mean 'tis'"),
         ("jackpot:tis:low=2", {}, "low"),
-        ("jackpot:tis:2", {}, "'2' is no setting; write jackpot:tis:SETTING=VALUE"),
+        ("jackpot:tis:2", {}, "'2' is no setting here; write jackpot:tis:SETTING=VALUE"),
         ("jackpot:tis", {"rollout_is_threshold": 5.0}, "rollout_is_threshold 5.0"),
         ("jackpot:tis", {"rollout_is_batch_normalize": True}, "put numbers into the name"),
     ],

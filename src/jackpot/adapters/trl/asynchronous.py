@@ -67,8 +67,8 @@ class ServerWeights:
         """
         if hasattr(model, "peft_config"):
             raise ConfigError(
-                "the policy has an adapter of peft, which ServerWeights does not merge; leave weight_transfer out, so "
-                "that TRL sends the adapter alone"
+                "the policy has an adapter of peft, which ServerWeights does not merge; leave weight_transfer out: TRL "
+                "then sends the adapter alone to a server with --enable-lora, and merged weights to another"
             )
         self._model = model
         self._settings = validated(VLLMServerEngineConfig, {"urls": [url]} | self._given_settings)
@@ -288,7 +288,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         Raises:
             ModelError: the model computes logits by more than its output layer, so our log-probs differ from TRL's.
         """
-        tokens = token_batch(batch, loss_mask(batch), with_lists=True)
+        tokens = token_batch(batch, loss_mask(batch), with_lists=self._reads_z)
         if not self._reads_z:
             empty = log_probs.new_zeros(len(log_probs), 0)  # no top-k lists
             output = HeadOutput(

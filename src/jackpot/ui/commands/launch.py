@@ -50,6 +50,11 @@ def launch(
     """
     changes = overrides or []
     config = recipes.resolve(recipe, arm, changes)
+    if config.placement.launcher == "ray":
+        raise ConfigError(
+            "placement.launcher is 'ray', and the batch script starts ranks with torchrun; leave placement.launcher "
+            "and placement.ranks out (--ranks counts them here), or have jackpot train start the run without a script"
+        )
     folder = run or names.run_folder(recipe, arm, changes, config.seed)
 
     job = cluster.Job(
