@@ -238,7 +238,7 @@ class Study:
                     f"research docs/study. Or remove the file and begin it anew."
                 )
             same = runs.get((one.run.arm, one.run.seed))
-            if same and (other := fixed_changes(Config, _filled(one.run.settings), settings_of(same.config))):
+            if same and (other := fixed_changes(Config, filled(one.run.settings), settings_of(same.config))):
                 raise SystemExit(
                     f"{path} has {same.name} with other settings than research/study.yaml gives it now "
                     f"({'; '.join(map(str, other))}); remove its line to run it again, or take back the change."
@@ -321,12 +321,16 @@ def recipe_of(arm: str) -> Config:
     return resolve(str(RECIPE), arm, [])
 
 
-def _filled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Name a correction as today, and add the defaults of settings that were not there yet when a run finished."""
+def filled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Name a correction as today, and add the defaults of settings that were not there yet when a run finished.
+
+    `guard.rollback`, which all of these runs left at null, is not a setting any more.
+    """
     objective = settings["objective"]
     correction = objective["correction"]
     now = correction | WITH_PROXIMAL.get(correction["name"], {})
-    return settings_of(build_config({**settings, "objective": {**objective, "correction": now}}))
+    guard = {name: value for name, value in settings["guard"].items() if name != "rollback"}
+    return settings_of(build_config({**settings, "guard": guard, "objective": {**objective, "correction": now}}))
 
 
 def why_to_stop(one: ArmRun, lines: Lines, events: Lines) -> str | None:

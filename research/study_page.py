@@ -45,6 +45,7 @@ from research.study import (
     Finished,
     Study,
     committed,
+    filled,
 )
 from tools.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 
@@ -231,7 +232,7 @@ def model_hours(one: Finished, until: float | None = None) -> float:
     Args:
         until: so many iterations, the last one in part; None: all that it had.
     """
-    config, until = validated(Config, one.run.settings), one.run.last.iteration if until is None else until
+    config, until = validated(Config, filled(one.run.settings)), one.run.last.iteration if until is None else until
     model = config.rollout_model
     is_frozen = model is not None and model.optimizer is None
 

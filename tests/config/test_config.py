@@ -558,12 +558,6 @@ def test_another_source_replaces_its_block_and_the_same_not():
     assert build({"task": MATH, "task.train.limit": 5, "task.train.source": "math500"}).task.train == named
 
 
-def test_a_setting_that_went_is_read_where_it_changed_nothing():
-    assert build({"task": MATH, "guard.rollback": None, "task.train": {"streaming": False}}) == build({"task": MATH})
-    assert "unknown setting 'guard.rollback'" in message({"guard": {"rollback": {"times": 2}}})
-    assert "unknown setting 'task.train.streaming'" in message({"task": MATH, "task.train": {"streaming": True}})
-
-
 def test_settings_of_data_that_do_not_go_together_are_refused():
     assert "rewards: format is given more than once" in message({"task": MATH, "task.rewards": ["format", "format"]})
     assert message({"task": MATH, "task.train.lmit": 5}).startswith(

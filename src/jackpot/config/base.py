@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -32,18 +32,6 @@ class Strict(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    removed: ClassVar[Mapping[str, Any]] = {}
-    """Settings of earlier versions with their defaults, by which the folders of older runs stay readable."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_removed(cls, block: Any) -> Any:
-        """Drop settings of earlier versions that have their old default. With another value such a setting stays in the
-        block, and is refused as unknown."""
-        if not isinstance(block, Mapping):
-            return block
-        return {name: value for name, value in block.items() if name not in cls.removed or value != cls.removed[name]}
 
     def conflicts(self) -> Conflicts:
         """Return pairs (condition, error where it holds) for the settings of this block that exclude each other."""

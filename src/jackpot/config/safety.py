@@ -17,8 +17,6 @@ class CheckpointConfig(Strict):
 class GuardConfig(Strict):
     """Settings of the checks that stop a run which no longer trains."""
 
-    removed = {"rollback": None}  # noqa: RUF012  pydantic reads its annotation in the base
-
     check_engine: Annotated[bool, MAY_CHANGE] = True
     """Compare the engine's log-probs and top-k lists with those of training, at every evaluation and for every rollout
     batch before it is trained on, and check over all batches that the engine samples as it reports; after the steps

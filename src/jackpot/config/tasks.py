@@ -116,8 +116,6 @@ Answers = Annotated[AnswersConfig | None, BeforeValidator(_by_regex)]
 class DataConfig(Strict):
     """Problems with answers: a benchmark, a data set of the Hugging Face hub, or files."""
 
-    removed = {"streaming": False}  # noqa: RUF012  pydantic reads its annotation in the base
-
     source: str
     """A benchmark's name, hub:OWNER/NAME, or the path of a .jsonl, .json, .csv or .parquet file (the first three also
     with .gz) or of a folder of them."""
