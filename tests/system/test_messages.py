@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
@@ -24,10 +25,11 @@ from helpers.engines.conformance import NEW, OLD
 from helpers.engines.hosts import NEVER, forking, pool_of
 from helpers.engines.reference import EOS, save_tiny_model, tiny_model, tiny_request
 from helpers.engines.scripted_server import ScriptedServer
+from helpers.engines.sglang_server import SGLangStandIn
 from helpers.led import Ended, fork_ranks
 from helpers.runs import BRIEF, assert_same_run, small_config
 from helpers.taps import FAULTS, HTTPTap, Tap, TCPTap, tap_ranks, tapped
-from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
+from jackpot.config.engines import SGLangServerEngineConfig, TransformersEngineConfig, VLLMServerEngineConfig
 from jackpot.core.process_rank import process_rank
 from jackpot.core.types import TOKEN_COLUMNS
 from jackpot.launch.engines import make_engine
@@ -36,6 +38,7 @@ from jackpot.launch.start import train_run
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.process import ProcessLink
 from jackpot.rollout.engines.servers.http import open_session
+from jackpot.rollout.engines.sglang.server_engine import SGLangServerEngine
 from jackpot.rollout.engines.vllm.client import VLLMClient
 from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 
@@ -151,61 +154,80 @@ def use_process(tap: Tap, folder: Path) -> list:
 ROUTES = ("/v1/models", "/server_info", "get_model_inspection", "/weight_checker", "/weight_info", "/pause")
 ROUTES += ("reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume", "/v1/completions")
 SERVERS = table((*ROUTES, *(f"answer to {route}" for route in ROUTES)), {("answer to /v1/completions", "repeated")})
+SGLANG_ROUTES = ("/model_info", "/server_info", "/weights_checker", "/update_weights_from_disk", "/generate")
+SGLANG_SERVERS = table((*SGLANG_ROUTES, *(f"answer to {route}" for route in SGLANG_ROUTES)), ())
 
 
-def use_server(tap: Tap, folder: Path) -> list:
-    """Use the server whose address a folder has, behind a tap."""
-    url, pid = (folder.parent / "address").read_text().split()
+def use_server(tap: Tap, folder: Path, program: str = "vllm") -> list:
+    """Use the server of a program, whose address a folder has, behind a tap."""
+    url, pid = (folder.parent / f"{program} address").read_text().split()
     proxy = HTTPTap(int(url.rpartition(":")[2]), tap, lambda: os.kill(int(pid), signal.SIGUSR1))
     settings = {"weights_folder": str(folder / "weights"), "dtype": "fp32", "max_num_seqs": 2, "timeout": 1.0}
-    config = VLLMServerEngineConfig(urls=[f"http://127.0.0.1:{proxy.port}"], connect_timeout=6.0, **settings)
-    with closing(VLLMServerEngine(tiny_model(seed=0), config, eos_token_ids=(EOS,), version=OLD)) as engine:
+    make, configure = PROGRAMS[program]
+    config = configure(urls=[f"http://127.0.0.1:{proxy.port}"], connect_timeout=6.0, **settings)
+    with closing(make(tiny_model(seed=0), config, eos_token_ids=(EOS,), version=OLD)) as engine:
         return used(engine)
 
 
-USES = {"process": use_process, "server": use_server}
+PROGRAMS = {
+    "vllm": (VLLMServerEngine, VLLMServerEngineConfig),
+    "sglang": (SGLangServerEngine, SGLangServerEngineConfig),
+}
+use_sglang = partial(use_server, program="sglang")
+USES = {"process": use_process, "server": use_server, "sglang": use_sglang}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    before = signal.signal(signal.SIGUSR1, lambda *_: server.restart())
-    yield server
+def servers() -> Iterator[dict[str, ScriptedServer]]:
+    """A server of each program; SIGUSR1 has them start again."""
+    servers = {"vllm": ScriptedServer(), "sglang": SGLangStandIn()}
+    before = signal.signal(signal.SIGUSR1, lambda *_: [server.restart() for server in servers.values()])
+    yield servers
     signal.signal(signal.SIGUSR1, before)
-    server.close()
+    for server in servers.values():
+        server.close()
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, server: ScriptedServer) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, servers: dict[str, ScriptedServer]) -> Path:
     home = tmp_path_factory.mktemp("messages")
     save_tiny_model(home / "model", seed=0)
-    (home / "address").write_text(f"{server.url} {os.getpid()}")
+    for program, server in servers.items():
+        (home / f"{program} address").write_text(f"{server.url} {os.getpid()}")
     return home
 
 
 @pytest.fixture(scope="module")
-def whole(home: Path) -> dict[str, list]:
+def whole(home: Path) -> Callable[[str], list]:
     """What undisturbed work makes, by the other side."""
-    made = {}
-    for name, work in USES.items():
+
+    @cache
+    def made(name: str) -> list:
         (home / name).mkdir()
-        ended, made[name] = outcome(work, NO_FAULT, home / name)
+        ended, made = outcome(USES[name], NO_FAULT, home / name)
         assert ended.codes == [0], ended
+        return made
+
     return made
 
 
 @pytest.mark.parametrize(("kind", "fault"), PROCESSES)
 def test_a_message_of_an_engine_process(kind: str, fault: str, home: Path, whole) -> None:
-    print(assert_heals(use_process, Tap(kind, fault), home / "process", whole["process"]))
+    print(assert_heals(use_process, Tap(kind, fault), home / "process", whole("process")))
 
 
 @pytest.mark.parametrize(("kind", "fault"), SERVERS)
 def test_a_message_of_a_server(kind: str, fault: str, home: Path, whole) -> None:
-    print(assert_heals(use_server, Tap(kind, fault), home / "server-", whole["server"]))
+    print(assert_heals(use_server, Tap(kind, fault), home / "server-", whole("server")))
 
 
-def test_an_answer_that_comes_twice_is_none_of_the_next(server: ScriptedServer) -> None:
-    tap = HTTPTap(int(server.url.rpartition(":")[2]), Tap("answer to /v1/completions", "repeated"))
+@pytest.mark.parametrize(("kind", "fault"), SGLANG_SERVERS)
+def test_a_message_of_an_sglang_server(kind: str, fault: str, home: Path, whole) -> None:
+    print(assert_heals(use_sglang, Tap(kind, fault), home / "sglang-", whole("sglang")))
+
+
+def test_an_answer_that_comes_twice_is_none_of_the_next(servers: dict[str, ScriptedServer]) -> None:
+    tap = HTTPTap(int(servers["vllm"].url.rpartition(":")[2]), Tap("answer to /v1/completions", "repeated"))
     url = f"http://127.0.0.1:{tap.port}"
 
     async def answers() -> list[list[int]]:
@@ -222,15 +244,15 @@ def test_an_answer_that_comes_twice_is_none_of_the_next(server: ScriptedServer) 
 
 # Ranks
 
-COMMANDS = ("build", "score", "train", "values", "keep_weights", "weights", "save")
+COMMANDS = ("build", "score", "train", "values", "keep_weights", "weights", "release_memory", "save")
 FROM_LEADER, FROM_FOLLOWER = ("setup", *COMMANDS, "sign", "end"), tuple(f"reply to {name}" for name in COMMANDS)
 SAMPLE = {("setup", "fuzzed"), ("train", "repeated"), ("score", "noise"), ("build", "cut")}
 SAMPLE |= {("reply to train", "fuzzed"), ("reply to score", "repeated")}
 RANKS = [
-    pytest.param(*row, marks=SLOW if row in SAMPLE else SWEEP)
+    pytest.param(*row, marks=SLOW if row in SAMPLE else SWEEP, id=" ".join(row))
     for row in itertools.product((*FROM_LEADER, *FROM_FOLLOWER), FAULTS)
 ]
-SETTINGS = ("iterations=2", "checkpoint.every=1", "batch.ahead=1")
+SETTINGS = ("iterations=2", "checkpoint.every=1", "batch.ahead=1", "engine.enable_sleep_mode=true")
 CRITIC = ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
 ROLES = ["policy", "rollout_model", "critic"]
 
