@@ -13,12 +13,14 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -243,6 +245,89 @@ class HTTPTap(TCPTap):
             return f"answer to {asked[0]}", data
 
         return ask, answer
+
+
+# Engine actors of Ray
+
+
+class TappedActor:
+    """Alters what a handle of an engine actor sends and gets, once it has replaced the handle's methods.
+
+    Kinds of messages are `begin`, what is asked for (`generate`), `answer to begin` and so on, and `sign`. A late one
+    arrives when nobody waits for it any more. In place of an answer that is cut the actor ends. The actor counts as one
+    of another machine, so that weights go with messages.
+
+    Args:
+        end: ends the actor's process.
+    """
+
+    def __init__(self, actor: Any, tap: Tap, end: Callable[[], None]) -> None:
+        self._tap, self._end = tap, end
+        self._begin, self._node = actor.begin, actor.node
+        self._answer = actor.answer.options(num_returns="streaming")
+        actor.begin, actor.node = SimpleNamespace(remote=self._begins), SimpleNamespace(remote=self._elsewhere)
+        actor.answer = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._answers))
+
+    async def _elsewhere(self) -> str:
+        return "another machine"
+
+    async def _begins(self, setup: np.ndarray) -> None:
+        await (await self._sent("begin", setup, self._begin.remote))
+        await self._received("answer to begin", None, self._node.remote)
+
+    def _answers(self, message: np.ndarray, weights: Any) -> "_Answers":
+        asked = unpack(torch.from_numpy(message.copy()))["do"]
+        return _Answers(self, asked, self._sent(asked, message, lambda message: self._answer.remote(message, weights)))
+
+    async def _sent(self, kind: str, message: np.ndarray, call: Callable[[np.ndarray], Any]) -> Any:
+        if self._tap.hits(kind):
+            match self._tap.fault:
+                case "late":
+                    asyncio.get_running_loop().call_later(self._tap.late, call, message)
+                    await asyncio.Event().wait()
+                case "repeated":
+                    call(message)
+                case _:
+                    message = self._altered(message)
+        return call(message)
+
+    async def _received(self, kind: str, data: Any, more: Callable[[], Any]) -> Any:
+        if self._tap.hits(kind):
+            match self._tap.fault:
+                case "last":
+                    self._end()
+                case "cut":
+                    self._end()
+                    return await more()
+                case "late":
+                    await asyncio.sleep(self._tap.late)
+                case _:
+                    return self._altered(data)
+        return data
+
+    def _altered(self, data: np.ndarray) -> np.ndarray:
+        if self._tap.fault == "fuzzed":
+            return np.frombuffer(fuzzed(data.tobytes(), self._tap.seed), np.uint8)
+        return np.frombuffer(random.Random(self._tap.seed).randbytes(len(data) or 64), np.uint8)
+
+
+class _Answers:
+    """The signs of life and the answer of a tapped actor."""
+
+    def __init__(self, actor: TappedActor, asked: str, sent: Coroutine[Any, Any, Any]) -> None:
+        self._actor, self._asked, self._sent = actor, asked, sent
+        self._stream: Any = None
+
+    async def _more(self) -> np.ndarray:
+        return await (await anext(self._stream))
+
+    async def __anext__(self) -> Any:
+        self._stream = self._stream or await self._sent
+        data = await self._more()
+        kind = f"answer to {self._asked}" if len(data) else "sign"
+        altered = asyncio.get_running_loop().create_future()
+        altered.set_result(await self._actor._received(kind, data, self._more))
+        return altered
 
 
 # Ranks

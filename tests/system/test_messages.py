@@ -15,25 +15,27 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from helpers.engines.conformance import NEW, OLD
-from helpers.engines.hosts import NEVER, forking, pool_of
+from helpers.engines.hosts import forking, make_sleeper, pool_of
 from helpers.engines.reference import EOS, save_tiny_model, tiny_model, tiny_request
 from helpers.engines.scripted_server import ScriptedServer
 from helpers.engines.sglang_server import SGLangStandIn
 from helpers.led import Ended, fork_ranks
 from helpers.runs import BRIEF, assert_same_run, small_config
-from helpers.taps import FAULTS, HTTPTap, Tap, TCPTap, tap_ranks, tapped
-from jackpot.config.engines import SGLangServerEngineConfig, TransformersEngineConfig, VLLMServerEngineConfig
+from helpers.taps import FAULTS, HTTPTap, Tap, TappedActor, TCPTap, tap_ranks, tapped
+from jackpot.config.engines import SGLangServerEngineConfig, VLLMServerEngineConfig
+from jackpot.core.errors import JackpotError
 from jackpot.core.process_rank import process_rank
 from jackpot.core.types import TOKEN_COLUMNS
-from jackpot.launch.engines import make_engine
 from jackpot.launch.ranks import follow_leader, leading
+from jackpot.launch.ray import EngineActor, RayLink, _cluster
 from jackpot.launch.start import train_run
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.process import ProcessLink
@@ -127,12 +129,6 @@ FROM_ENGINES = ("sign", *(f"answer to {ask}" for ask in ASKS))
 PROCESSES = table((*TO_ENGINES, *FROM_ENGINES), {("generate", "repeated"), ("answer to generate", "fuzzed")})
 
 
-def make_sleeper(folder: str) -> dict[str, Engine]:
-    torch.set_num_threads(1)
-    settings = TransformersEngineConfig(max_num_seqs=32, enable_sleep_mode=True)
-    return {"engine": make_engine(settings, folder, torch.device("cpu"), NEVER)}
-
-
 def use_process(tap: Tap, folder: Path) -> list:
     """Use an engine in a process of its own, of which there is one."""
     start = tapped(forking(make_sleeper), tap)
@@ -147,6 +143,76 @@ def use_process(tap: Tap, folder: Path) -> list:
     pool = pool_of(links, folder.parent / "model", OLD, chunk=3, patience=6.0)
     with closing(pool.engines["engine"]) as engine:
         return used(engine, whole=True)
+
+
+# Engine actors of Ray, which takes long to start: all share one
+
+ALTERED = [*itertools.product(("begin", *ASKS), ("repeated", "fuzzed", "noise")), ("sign", "noise")]
+ALTERED += itertools.product((f"answer to {ask}" for ask in ASKS), ("fuzzed", "noise"))
+LOST = [("answer to begin", "last"), ("answer to take", "last"), ("sign", "cut"), ("answer to generate", "cut")]
+ACTORS = {"altered": ALTERED, "lost": LOST, "late": [("generate", "late"), ("answer to take", "late")]}
+SILENCE = 20.0  # seconds, in which a busy machine starts an actor again
+
+
+def use_actor(ray: Any, tap: Tap, model: Path) -> list:
+    """Use the engine actor of this process's Ray."""
+
+    def kill() -> None:
+        for one in psutil.Process().children(recursive=True):
+            if one.name().startswith("ray::EngineActor"):
+                one.kill()
+
+    TappedActor(actor := ray.get_actor("engine"), tap, kill)
+    links = {"actor": RayLink(actor, str(model), SILENCE)}
+    with closing(pool_of(links, model, OLD, chunk=3, patience=3 * SILENCE).engines["engine"]) as engine:
+        made = used(engine, whole=True)
+        assert not [one for one in engine.take_events() if "\n" in one.get("why", "")]
+        return made
+
+
+def try_actors(model: Path, note: Callable[[str, str], None]) -> None:
+    """Start Ray, and note how each case ends: equal, or with an error and then, done again, equal."""
+    with _cluster(small_config("placement.launcher=ray", "placement.engines=1")) as ray:
+        options = {"name": "engine", "max_restarts": -1}
+        actor = ray.remote(EngineActor).options(**options).remote(os.getcwd(), make_sleeper)
+        ray.get(actor.node.remote())
+        whole = use_actor(ray, NO_FAULT, model)
+        for kind, fault in itertools.chain(*ACTORS.values()):
+            tap = Tap(kind, fault, late=SILENCE + 3.0)
+            try:
+                ended = "equal" if use_actor(ray, tap, model) == whole else "other"
+            except JackpotError as error:
+                ended = f"{error}, again {'equal' if use_actor(ray, NO_FAULT, model) == whole else 'other'}"
+            note(f"{kind} {fault}", ended if tap.seen[kind] else "no such message")
+
+
+@pytest.fixture(scope="module")
+def actors(home: Path) -> dict[str, str]:
+    """How the work of engine actors ended, by kind and fault of a message; a case that hangs has no entry."""
+    (home / "actors").touch()
+
+    def note(case: str, ended: str) -> None:
+        with (home / "actors").open("a") as file:
+            file.write(json.dumps([case, ended]) + "\n")
+
+    def work(rank: int) -> None:
+        signal.alarm(5 * LIMIT)
+        try_actors(home / "model", note)
+
+    ended = fork_ranks(1, work, home / "output")
+    cases = dict(map(json.loads, (home / "actors").read_text().splitlines()))
+    assert ended.codes == [0], (ended, cases)
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed; make test-all installs it")
+@pytest.mark.parametrize("faults", ACTORS)
+def test_messages_of_an_engine_actor(faults: str, actors: dict[str, str]) -> None:
+    for case in map(" ".join, ACTORS[faults]):
+        ended = actors[case]
+        assert ended.endswith("equal") and "\n" not in ended, (case, ended)
+        assert (ended == "equal") == (case not in ("begin fuzzed", "begin noise")), (case, ended)
 
 
 # Servers
@@ -247,7 +313,8 @@ def test_an_answer_that_comes_twice_is_none_of_the_next(servers: dict[str, Scrip
 COMMANDS = ("build", "score", "train", "values", "keep_weights", "weights", "release_memory", "save")
 FROM_LEADER, FROM_FOLLOWER = ("setup", *COMMANDS, "sign", "end"), tuple(f"reply to {name}" for name in COMMANDS)
 SAMPLE = {("setup", "fuzzed"), ("train", "repeated"), ("score", "noise"), ("build", "cut")}
-SAMPLE |= {("reply to train", "fuzzed"), ("reply to score", "repeated")}
+SAMPLE |= {("reply to train", "fuzzed"), ("reply to score", "repeated"), ("reply to release_memory", "noise")}
+SAMPLE |= {("score", "late"), ("train", "stalled")}
 RANKS = [
     pytest.param(*row, marks=SLOW if row in SAMPLE else SWEEP, id=" ".join(row))
     for row in itertools.product((*FROM_LEADER, *FROM_FOLLOWER), FAULTS)
