@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -337,7 +338,8 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     """Alter what the ranks that are forked from now on send each other: the parts of a message that gloo sends.
 
     Kinds are the names of commands, `reply to ` these, `end`, and `sign`; `setup` is what rank 0 puts into the store. A
-    message that is cut or stalled ends after its length; `noise` is another length.
+    message that is cut or stalled ends after its length; `noise` is another length. `connection` is rank 1's share of a
+    sum of all ranks, which comes when rank 0 waits for it: the connection is shut, or half of a frame comes before it.
     """
     send_message, send = Ranks._send, dist.send
 
@@ -381,6 +383,19 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
         if tap.fault == "last":
             die()
 
+    def tapped_collective(collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1 and tap.hits("connection"):
+            time.sleep(0.3)
+            for descriptor in _connections():
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.send(bytes(5)) if tap.fault == "stalled" else connection.shutdown(socket.SHUT_RDWR)
+        return collective(*arguments, **options)
+
+    def _connections() -> list[int]:
+        """The descriptors of gloo's connections to the other ranks."""
+        store, every = int(os.environ["MASTER_PORT"]), psutil.Process().net_connections("tcp")
+        return [one.fd for one in every if one.raddr and store not in (one.laddr.port, one.raddr.port)]
+
     class Store(dist.PrefixStore):
         def set(self, key: str, value: bytes) -> None:
             tap.hand_on("setup", value, lambda message: super(Store, self).set(key, message), die)
@@ -388,3 +403,5 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     monkeypatch.setattr(Ranks, "_send", tapped_send)
     monkeypatch.setattr(dist, "send", tapped_sign)
     monkeypatch.setattr(dist, "PrefixStore", Store)
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(dist, name, partial(tapped_collective, getattr(dist, name)))

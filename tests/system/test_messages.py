@@ -375,6 +375,12 @@ def test_a_message_of_a_rank(kind: str, fault: str, whole_run: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", ["shut", "stalled"])
+def test_a_connection_of_gloo_within_a_sum(fault: str, whole_run: Path, tmp_path: Path) -> None:
+    assert_run_heals(tmp_path / "run", Tap("connection", fault, number=2), whole_run)
+
+
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("fault", FAULTS)
