@@ -341,7 +341,7 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     message that is cut or stalled ends after its length; `noise` is another length. `connection` is rank 1's share of a
     sum of all ranks, which comes when rank 0 waits for it: the connection is shut, or half of a frame comes before it.
     """
-    send_message, send = Ranks._send, dist.send
+    send_message, send, all_gather = Ranks._send, dist.send, dist.all_gather
 
     def tapped_send(ranks: Ranks, value: Any, rank: int) -> None:
         kind = f"reply to {ranks._last.name}" if ranks.rank else value[1] if value else "end"
@@ -383,13 +383,13 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
         if tap.fault == "last":
             die()
 
-    def tapped_collective(collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def tapped_gather(rows: list[Tensor], message: Tensor) -> None:
         if dist.get_rank() == 1 and tap.hits("connection"):
             time.sleep(0.3)
             for descriptor in _connections():
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     connection.send(bytes(5)) if tap.fault == "stalled" else connection.shutdown(socket.SHUT_RDWR)
-        return collective(*arguments, **options)
+        all_gather(rows, message)
 
     def _connections() -> list[int]:
         """The descriptors of gloo's connections to the other ranks."""
@@ -403,5 +403,4 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     monkeypatch.setattr(Ranks, "_send", tapped_send)
     monkeypatch.setattr(dist, "send", tapped_sign)
     monkeypatch.setattr(dist, "PrefixStore", Store)
-    for name in ("all_reduce", "all_gather"):
-        monkeypatch.setattr(dist, name, partial(tapped_collective, getattr(dist, name)))
+    monkeypatch.setattr(dist, "all_gather", tapped_gather)
