@@ -13,12 +13,15 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -245,6 +248,89 @@ class HTTPTap(TCPTap):
         return ask, answer
 
 
+# Engine actors of Ray
+
+
+class TappedActor:
+    """Alters what a handle of an engine actor sends and gets, once it has replaced the handle's methods.
+
+    Kinds of messages are `begin`, what is asked for (`generate`), `answer to begin` and so on, and `sign`. A late one
+    arrives when nobody waits for it any more. In place of an answer that is cut the actor ends. The actor counts as one
+    of another machine, so that weights go with messages.
+
+    Args:
+        end: ends the actor's process.
+    """
+
+    def __init__(self, actor: Any, tap: Tap, end: Callable[[], None]) -> None:
+        self._tap, self._end = tap, end
+        self._begin, self._node = actor.begin, actor.node
+        self._answer = actor.answer.options(num_returns="streaming")
+        actor.begin, actor.node = SimpleNamespace(remote=self._begins), SimpleNamespace(remote=self._elsewhere)
+        actor.answer = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._answers))
+
+    async def _elsewhere(self) -> str:
+        return "another machine"
+
+    async def _begins(self, setup: np.ndarray) -> None:
+        await (await self._sent("begin", setup, self._begin.remote))
+        await self._received("answer to begin", None, self._node.remote)
+
+    def _answers(self, message: np.ndarray, weights: Any) -> "_Answers":
+        asked = unpack(torch.from_numpy(message.copy()))["do"]
+        return _Answers(self, asked, self._sent(asked, message, lambda message: self._answer.remote(message, weights)))
+
+    async def _sent(self, kind: str, message: np.ndarray, call: Callable[[np.ndarray], Any]) -> Any:
+        if self._tap.hits(kind):
+            match self._tap.fault:
+                case "late":
+                    asyncio.get_running_loop().call_later(self._tap.late, call, message)
+                    await asyncio.Event().wait()
+                case "repeated":
+                    call(message)
+                case _:
+                    message = self._altered(message)
+        return call(message)
+
+    async def _received(self, kind: str, data: Any, more: Callable[[], Any]) -> Any:
+        if self._tap.hits(kind):
+            match self._tap.fault:
+                case "last":
+                    self._end()
+                case "cut":
+                    self._end()
+                    return await more()
+                case "late":
+                    await asyncio.sleep(self._tap.late)
+                case _:
+                    return self._altered(data)
+        return data
+
+    def _altered(self, data: np.ndarray) -> np.ndarray:
+        if self._tap.fault == "fuzzed":
+            return np.frombuffer(fuzzed(data.tobytes(), self._tap.seed), np.uint8)
+        return np.frombuffer(random.Random(self._tap.seed).randbytes(len(data) or 64), np.uint8)
+
+
+class _Answers:
+    """The signs of life and the answer of a tapped actor."""
+
+    def __init__(self, actor: TappedActor, asked: str, sent: Coroutine[Any, Any, Any]) -> None:
+        self._actor, self._asked, self._sent = actor, asked, sent
+        self._stream: Any = None
+
+    async def _more(self) -> np.ndarray:
+        return await (await anext(self._stream))
+
+    async def __anext__(self) -> Any:
+        self._stream = self._stream or await self._sent
+        data = await self._more()
+        kind = f"answer to {self._asked}" if len(data) else "sign"
+        altered = asyncio.get_running_loop().create_future()
+        altered.set_result(await self._actor._received(kind, data, self._more))
+        return altered
+
+
 # Ranks
 
 
@@ -252,9 +338,10 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     """Alter what the ranks that are forked from now on send each other: the parts of a message that gloo sends.
 
     Kinds are the names of commands, `reply to ` these, `end`, and `sign`; `setup` is what rank 0 puts into the store. A
-    message that is cut or stalled ends after its length; `noise` is another length.
+    message that is cut or stalled ends after its length; `noise` is another length. `connection` is rank 1's share of a
+    sum of all ranks, which comes when rank 0 waits for it: the connection is shut, or half of a frame comes before it.
     """
-    send_message, send = Ranks._send, dist.send
+    send_message, send, all_gather = Ranks._send, dist.send, dist.all_gather
 
     def tapped_send(ranks: Ranks, value: Any, rank: int) -> None:
         kind = f"reply to {ranks._last.name}" if ranks.rank else value[1] if value else "end"
@@ -296,6 +383,19 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
         if tap.fault == "last":
             die()
 
+    def tapped_gather(rows: list[Tensor], message: Tensor) -> None:
+        if dist.get_rank() == 1 and tap.hits("connection"):
+            time.sleep(0.3)
+            for descriptor in _connections():
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    connection.send(bytes(5)) if tap.fault == "stalled" else connection.shutdown(socket.SHUT_RDWR)
+        all_gather(rows, message)
+
+    def _connections() -> list[int]:
+        """The descriptors of gloo's connections to the other ranks."""
+        store, every = int(os.environ["MASTER_PORT"]), psutil.Process().net_connections("tcp")
+        return [one.fd for one in every if one.raddr and store not in (one.laddr.port, one.raddr.port)]
+
     class Store(dist.PrefixStore):
         def set(self, key: str, value: bytes) -> None:
             tap.hand_on("setup", value, lambda message: super(Store, self).set(key, message), die)
@@ -303,3 +403,4 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     monkeypatch.setattr(Ranks, "_send", tapped_send)
     monkeypatch.setattr(dist, "send", tapped_sign)
     monkeypatch.setattr(dist, "PrefixStore", Store)
+    monkeypatch.setattr(dist, "all_gather", tapped_gather)

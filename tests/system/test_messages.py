@@ -14,28 +14,33 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, suppress
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from helpers.engines.conformance import NEW, OLD
-from helpers.engines.hosts import NEVER, forking, pool_of
+from helpers.engines.hosts import forking, make_sleeper, pool_of
 from helpers.engines.reference import EOS, save_tiny_model, tiny_model, tiny_request
 from helpers.engines.scripted_server import ScriptedServer
+from helpers.engines.sglang_server import SGLangStandIn
 from helpers.led import Ended, fork_ranks
 from helpers.runs import BRIEF, assert_same_run, small_config
-from helpers.taps import FAULTS, HTTPTap, Tap, TCPTap, tap_ranks, tapped
-from jackpot.config.engines import TransformersEngineConfig, VLLMServerEngineConfig
+from helpers.taps import FAULTS, HTTPTap, Tap, TappedActor, TCPTap, tap_ranks, tapped
+from jackpot.config.engines import SGLangServerEngineConfig, VLLMServerEngineConfig
+from jackpot.core.errors import JackpotError
 from jackpot.core.process_rank import process_rank
 from jackpot.core.types import TOKEN_COLUMNS
-from jackpot.launch.engines import make_engine
 from jackpot.launch.ranks import follow_leader, leading
+from jackpot.launch.ray import EngineActor, RayLink, _cluster
 from jackpot.launch.start import train_run
 from jackpot.rollout.engines.base import Engine
 from jackpot.rollout.engines.process import ProcessLink
 from jackpot.rollout.engines.servers.http import open_session
+from jackpot.rollout.engines.sglang.server_engine import SGLangServerEngine
 from jackpot.rollout.engines.vllm.client import VLLMClient
 from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 
@@ -48,13 +53,18 @@ SLOW, SWEEP = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.sweep]
 WAITS = ("late", "stalled")  # faults that last as long as a time limit
 
 
-def table(kinds: Sequence[str], quick: Collection[tuple[str, str]]) -> list:
-    """Return each kind of message with each fault: all but the `quick` ones are slow, those that wait in the sweep."""
+def table(kinds: Sequence[str], quick: Collection[tuple[str, str]], swept: Collection[str] = ()) -> list:
+    """Return each kind of message with each fault: all but the `quick` ones are slow, those that wait in the sweep.
+
+    Args:
+        swept: kinds whose faults are all in the sweep.
+    """
+
+    def marks(kind: str, fault: str) -> list:
+        return SWEEP if fault in WAITS or kind in swept else SLOW
+
     rows = itertools.product(kinds, FAULTS)
-    return [
-        pytest.param(*row, marks=[] if row in quick else SWEEP if row[1] in WAITS else SLOW, id=" ".join(row))
-        for row in rows
-    ]
+    return [pytest.param(*row, marks=[] if row in quick else marks(*row), id=" ".join(row)) for row in rows]
 
 
 def outcome(work: Work, tap: Tap, folder: Path) -> tuple[Ended, list | None]:
@@ -124,12 +134,6 @@ FROM_ENGINES = ("sign", *(f"answer to {ask}" for ask in ASKS))
 PROCESSES = table((*TO_ENGINES, *FROM_ENGINES), {("generate", "repeated"), ("answer to generate", "fuzzed")})
 
 
-def make_sleeper(folder: str) -> dict[str, Engine]:
-    torch.set_num_threads(1)
-    settings = TransformersEngineConfig(max_num_seqs=32, enable_sleep_mode=True)
-    return {"engine": make_engine(settings, folder, torch.device("cpu"), NEVER)}
-
-
 def use_process(tap: Tap, folder: Path) -> list:
     """Use an engine in a process of its own, of which there is one."""
     start = tapped(forking(make_sleeper), tap)
@@ -146,66 +150,156 @@ def use_process(tap: Tap, folder: Path) -> list:
         return used(engine, whole=True)
 
 
+# Engine actors of Ray, which takes long to start: all share one
+
+ALTERED = [*itertools.product(("begin", *ASKS), ("repeated", "fuzzed", "noise")), ("sign", "noise")]
+ALTERED += itertools.product((f"answer to {ask}" for ask in ASKS), ("fuzzed", "noise"))
+LOST = [("answer to begin", "last"), ("answer to take", "last"), ("sign", "cut"), ("answer to generate", "cut")]
+ACTORS = {"altered": ALTERED, "lost": LOST, "late": [("generate", "late"), ("answer to take", "late")]}
+SILENCE = 20.0  # seconds, in which a busy machine starts an actor again
+
+
+def use_actor(ray: Any, tap: Tap, model: Path) -> list:
+    """Use the engine actor of this process's Ray."""
+
+    def kill() -> None:
+        for one in psutil.Process().children(recursive=True):
+            if one.name().startswith("ray::EngineActor"):
+                one.kill()
+
+    TappedActor(actor := ray.get_actor("engine"), tap, kill)
+    links = {"actor": RayLink(actor, str(model), SILENCE)}
+    with closing(pool_of(links, model, OLD, chunk=3, patience=3 * SILENCE).engines["engine"]) as engine:
+        made = used(engine, whole=True)
+        assert not [one for one in engine.take_events() if "\n" in one.get("why", "")]
+        return made
+
+
+def try_actors(model: Path, note: Callable[[str, str], None]) -> None:
+    """Start Ray, and note how each case ends: equal, or with an error and then, done again, equal."""
+    with _cluster(small_config("placement.launcher=ray", "placement.engines=1")) as ray:
+        options = {"name": "engine", "max_restarts": -1}
+        actor = ray.remote(EngineActor).options(**options).remote(os.getcwd(), make_sleeper)
+        ray.get(actor.node.remote())
+        whole = use_actor(ray, NO_FAULT, model)
+        for kind, fault in itertools.chain(*ACTORS.values()):
+            tap = Tap(kind, fault, late=SILENCE + 3.0)
+            try:
+                ended = "equal" if use_actor(ray, tap, model) == whole else "other"
+            except JackpotError as error:
+                ended = f"{error}, again {'equal' if use_actor(ray, NO_FAULT, model) == whole else 'other'}"
+            note(f"{kind} {fault}", ended if tap.seen[kind] else "no such message")
+
+
+@pytest.fixture(scope="module")
+def actors(home: Path) -> dict[str, str]:
+    """How the work of engine actors ended, by kind and fault of a message; a case that hangs has no entry."""
+    (home / "actors").touch()
+
+    def note(case: str, ended: str) -> None:
+        with (home / "actors").open("a") as file:
+            file.write(json.dumps([case, ended]) + "\n")
+
+    def work(rank: int) -> None:
+        signal.alarm(5 * LIMIT)
+        try_actors(home / "model", note)
+
+    ended = fork_ranks(1, work, home / "output")
+    cases = dict(map(json.loads, (home / "actors").read_text().splitlines()))
+    assert ended.codes == [0], (ended, cases)
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed; make test-all installs it")
+@pytest.mark.parametrize("faults", ACTORS)
+def test_messages_of_an_engine_actor(faults: str, actors: dict[str, str]) -> None:
+    for case in map(" ".join, ACTORS[faults]):
+        ended = actors[case]
+        assert ended.endswith("equal") and "\n" not in ended, (case, ended)
+        assert (ended == "equal") == (case not in ("begin fuzzed", "begin noise")), (case, ended)
+
+
 # Servers
 
 ROUTES = ("/v1/models", "/server_info", "get_model_inspection", "/weight_checker", "/weight_info", "/pause")
 ROUTES += ("reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume", "/v1/completions")
 SERVERS = table((*ROUTES, *(f"answer to {route}" for route in ROUTES)), {("answer to /v1/completions", "repeated")})
+SGLANG_ROUTES = ("/model_info", "/server_info", "/weights_checker", "/update_weights_from_disk", "/generate")
+SGLANG_KINDS = (*SGLANG_ROUTES, *(f"answer to {route}" for route in SGLANG_ROUTES))
+SGLANG_SERVERS = table(SGLANG_KINDS, (), swept=[kind for kind in SGLANG_KINDS if "/generate" not in kind])
 
 
-def use_server(tap: Tap, folder: Path) -> list:
-    """Use the server whose address a folder has, behind a tap."""
-    url, pid = (folder.parent / "address").read_text().split()
+def use_server(tap: Tap, folder: Path, program: str = "vllm") -> list:
+    """Use the server of a program, whose address a folder has, behind a tap."""
+    url, pid = (folder.parent / f"{program} address").read_text().split()
     proxy = HTTPTap(int(url.rpartition(":")[2]), tap, lambda: os.kill(int(pid), signal.SIGUSR1))
     settings = {"weights_folder": str(folder / "weights"), "dtype": "fp32", "max_num_seqs": 2, "timeout": 1.0}
-    config = VLLMServerEngineConfig(urls=[f"http://127.0.0.1:{proxy.port}"], connect_timeout=6.0, **settings)
-    with closing(VLLMServerEngine(tiny_model(seed=0), config, eos_token_ids=(EOS,), version=OLD)) as engine:
+    make, configure = PROGRAMS[program]
+    config = configure(urls=[f"http://127.0.0.1:{proxy.port}"], connect_timeout=6.0, **settings)
+    with closing(make(tiny_model(seed=0), config, eos_token_ids=(EOS,), version=OLD)) as engine:
         return used(engine)
 
 
-USES = {"process": use_process, "server": use_server}
+PROGRAMS = {
+    "vllm": (VLLMServerEngine, VLLMServerEngineConfig),
+    "sglang": (SGLangServerEngine, SGLangServerEngineConfig),
+}
+use_sglang = partial(use_server, program="sglang")
+USES = {"process": use_process, "server": use_server, "sglang": use_sglang}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    server = ScriptedServer()
-    before = signal.signal(signal.SIGUSR1, lambda *_: server.restart())
-    yield server
+def servers() -> Iterator[dict[str, ScriptedServer]]:
+    """A server of each program; SIGUSR1 has them start again."""
+    servers = {"vllm": ScriptedServer(), "sglang": SGLangStandIn()}
+    before = signal.signal(signal.SIGUSR1, lambda *_: [server.restart() for server in servers.values()])
+    yield servers
     signal.signal(signal.SIGUSR1, before)
-    server.close()
+    for server in servers.values():
+        server.close()
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, server: ScriptedServer) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, servers: dict[str, ScriptedServer]) -> Path:
     home = tmp_path_factory.mktemp("messages")
     save_tiny_model(home / "model", seed=0)
-    (home / "address").write_text(f"{server.url} {os.getpid()}")
+    for program, server in servers.items():
+        (home / f"{program} address").write_text(f"{server.url} {os.getpid()}")
     return home
 
 
 @pytest.fixture(scope="module")
-def whole(home: Path) -> dict[str, list]:
+def whole(home: Path) -> Callable[[str], list]:
     """What undisturbed work makes, by the other side."""
-    made = {}
-    for name, work in USES.items():
+
+    @cache
+    def made(name: str) -> list:
         (home / name).mkdir()
-        ended, made[name] = outcome(work, NO_FAULT, home / name)
+        ended, made = outcome(USES[name], NO_FAULT, home / name)
         assert ended.codes == [0], ended
+        return made
+
     return made
 
 
 @pytest.mark.parametrize(("kind", "fault"), PROCESSES)
 def test_a_message_of_an_engine_process(kind: str, fault: str, home: Path, whole) -> None:
-    print(assert_heals(use_process, Tap(kind, fault), home / "process", whole["process"]))
+    print(assert_heals(use_process, Tap(kind, fault), home / "process", whole("process")))
 
 
 @pytest.mark.parametrize(("kind", "fault"), SERVERS)
 def test_a_message_of_a_server(kind: str, fault: str, home: Path, whole) -> None:
-    print(assert_heals(use_server, Tap(kind, fault), home / "server-", whole["server"]))
+    print(assert_heals(use_server, Tap(kind, fault), home / "server-", whole("server")))
 
 
-def test_an_answer_that_comes_twice_is_none_of_the_next(server: ScriptedServer) -> None:
-    tap = HTTPTap(int(server.url.rpartition(":")[2]), Tap("answer to /v1/completions", "repeated"))
+@pytest.mark.parametrize(("kind", "fault"), SGLANG_SERVERS)
+def test_a_message_of_an_sglang_server(kind: str, fault: str, home: Path, whole) -> None:
+    print(assert_heals(use_sglang, Tap(kind, fault), home / "sglang-", whole("sglang")))
+
+
+def test_an_answer_that_comes_twice_is_none_of_the_next(servers: dict[str, ScriptedServer]) -> None:
+    tap = HTTPTap(int(servers["vllm"].url.rpartition(":")[2]), Tap("answer to /v1/completions", "repeated"))
     url = f"http://127.0.0.1:{tap.port}"
 
     async def answers() -> list[list[int]]:
@@ -222,15 +316,16 @@ def test_an_answer_that_comes_twice_is_none_of_the_next(server: ScriptedServer) 
 
 # Ranks
 
-COMMANDS = ("build", "score", "train", "values", "keep_weights", "weights", "save")
+COMMANDS = ("build", "score", "train", "values", "keep_weights", "weights", "release_memory", "save")
 FROM_LEADER, FROM_FOLLOWER = ("setup", *COMMANDS, "sign", "end"), tuple(f"reply to {name}" for name in COMMANDS)
 SAMPLE = {("setup", "fuzzed"), ("train", "repeated"), ("score", "noise"), ("build", "cut")}
-SAMPLE |= {("reply to train", "fuzzed"), ("reply to score", "repeated")}
+SAMPLE |= {("reply to train", "fuzzed"), ("reply to score", "repeated"), ("reply to release_memory", "noise")}
+SAMPLE |= {("score", "late"), ("train", "stalled")}
 RANKS = [
-    pytest.param(*row, marks=SLOW if row in SAMPLE else SWEEP)
+    pytest.param(*row, marks=SLOW if row in SAMPLE else SWEEP, id=" ".join(row))
     for row in itertools.product((*FROM_LEADER, *FROM_FOLLOWER), FAULTS)
 ]
-SETTINGS = ("iterations=2", "checkpoint.every=1", "batch.ahead=1")
+SETTINGS = ("iterations=2", "checkpoint.every=1", "batch.ahead=1", "engine.enable_sleep_mode=true")
 CRITIC = ("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
 ROLES = ["policy", "rollout_model", "critic"]
 
@@ -283,6 +378,12 @@ def assert_run_heals(folder: Path, tap: Tap, whole: Path) -> None:
 @pytest.mark.parametrize(("kind", "fault"), RANKS)
 def test_a_message_of_a_rank(kind: str, fault: str, whole_run: Path, tmp_path: Path) -> None:
     assert_run_heals(tmp_path / "run", Tap(kind, fault, late=12.0), whole_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["shut", "stalled"])
+def test_a_connection_of_gloo_within_a_sum(fault: str, whole_run: Path, tmp_path: Path) -> None:
+    assert_run_heals(tmp_path / "run", Tap("connection", fault, number=2), whole_run)
 
 
 @pytest.mark.slow

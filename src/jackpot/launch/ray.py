@@ -148,15 +148,15 @@ class EngineActor:
         if self._host is None:
             return
 
-        request = _tensor(message)
+        here: dict[str, Any] = {}  # what the message says of another machine, as it is on this one
         with contextlib.ExitStack() as undo:
             if weights is not None:  # the host reads weights from a file, so these bytes become one in memory
                 file = undo.enter_context(open(os.memfd_create("jackpot-weights"), "wb", buffering=0))
                 file.write(weights.data)
-                request = pack(unpack(request) | {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"})
+                here = {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
 
             signs = self._signs  # signs of life that were reported; read before the host can give another
-            answer: Future[Tensor] = self._thread.submit(self._host.answer, request)
+            answer: Future[Tensor] = self._thread.submit(self._host.answer, _tensor(message), **here)
             while not answer.done():
                 wait([answer], timeout=SIGN_SECONDS)
                 if self._signs > signs:

@@ -106,11 +106,16 @@ def fork_engines(monkeypatch: pytest.MonkeyPatch) -> list[ProcessLink]:
     return links
 
 
-def make_tiny(folder: str) -> dict[str, Engine]:
+def make_tiny(folder: str, **settings: Any) -> dict[str, Engine]:
     """Make the engine of a host on a model that the pool must replace before the first chunk."""
     torch.set_num_threads(1)
-    settings = TransformersEngineConfig(max_num_seqs=32)
-    return {"engine": make_engine(settings, folder, torch.device("cpu"), NEVER)}
+    config = TransformersEngineConfig(max_num_seqs=32, **settings)
+    return {"engine": make_engine(config, folder, torch.device("cpu"), NEVER)}
+
+
+def make_sleeper(folder: str) -> dict[str, Engine]:
+    """Make such an engine, which sleeps."""
+    return make_tiny(folder, enable_sleep_mode=True)
 
 
 def pool_of(links: Mapping[str, Link], folder: Path, version: Version, **settings: Any) -> EnginePool:

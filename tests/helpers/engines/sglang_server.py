@@ -57,10 +57,10 @@ class SGLangStandIn(ScriptedServer):
         }
 
     def restart(self) -> None:
-        self.tag, self.salt = "default", b""
-        self.model = tiny_model(seed=9).eval()
-        for parameter in self.model.parameters():
+        model = tiny_model(seed=9).eval()
+        for parameter in model.parameters():
             parameter.data.add_(0.01)  # norms too, which are 1 in other tiny models
+        self.model, self.tag, self.salt = model, "default", b""  # at once: another thread may answer meanwhile
 
     def load(self, folder: str) -> None:
         weights = load_file(Path(folder) / "model.safetensors")

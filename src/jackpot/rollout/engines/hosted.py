@@ -53,10 +53,14 @@ class EngineHost:
         # Names of the newest weights by engine; an engine with the weights that it was made with has no entry.
         self._weight_names: dict[str, str] = {}
 
-    def answer(self, message: Tensor) -> Tensor:
-        """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`."""
+    def answer(self, message: Tensor, **changes: Any) -> Tensor:
+        """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`.
+
+        Args:
+            changes: entries in place of those of the message.
+        """
         try:
-            return pack(self._do(unpack(message)))
+            return pack(self._do(unpack(message) | changes))
         except MessageError as error:  # damaged on its way, so it may be sent again: `HostPeer` raises PeerLost
             return pack({"lost": str(error)})
         except JackpotError as error:

@@ -26,6 +26,17 @@ from jackpot.rollout.engines.sglang.server_engine import SGLangServerEngine
 Make = Callable[..., SGLangServerEngine]
 
 
+def answer(change: Callable[[dict], Any]):
+    """Return a script that changes the first answer."""
+    left = [1]
+
+    async def script(body: dict, usual: dict) -> Any:
+        left[0] -= 1
+        return usual if left[0] < 0 else (change(usual) or usual)
+
+    return script
+
+
 @pytest.fixture
 def server() -> Iterator[SGLangStandIn]:
     server = SGLangStandIn()
@@ -215,18 +226,13 @@ def test_after_an_unseen_restart_the_weights_are_sent_again(make, server, folder
     assert [event["event"] for event in engine.take_events()] == ["server_lost", "server_restarted"]
 
 
+def test_after_a_restart_within_an_update_weights_are_sent_again(make, server, folder):
+    server.script["/update_weights_from_disk"] = answer(lambda usual: server.restart())
+    check_log_probs(make(server).generate(requests(8)), folder, num_top_log_probs=3)
+    assert server.count("/update_weights_from_disk") == 2
+
+
 # Servers that fail, and answers that must not be used
-
-
-def answer(change: Callable[[dict], Any]):
-    """Return a script that changes the first answer."""
-    left = [1]
-
-    async def script(body: dict, usual: dict) -> Any:
-        left[0] -= 1
-        return usual if left[0] < 0 else (change(usual) or usual)
-
-    return script
 
 
 def set_meta(**changes: Any):

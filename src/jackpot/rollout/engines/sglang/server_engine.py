@@ -106,10 +106,10 @@ class SGLangReplica(Replica):
     async def _load(self, weights: SavedWeights) -> None:
         await self._client.update_weights(str(weights.folder), weights.version)
         checksums = await self._client.checksums()
+        await self._check_version(weights)  # first: the weights of a server that was restarted just now are not stale
         # On a GPU SGLang computes checksums with another function than SHA-256, so they differ from the file's.
         comparable = self.info is not None and self.info.device == "cpu"
         check_loaded(self.name, weights, checksums, self._last_check, comparable)
-        await self._check_version(weights)
         self._last_check = (weights, checksums)
 
     async def _ask(self, request: PeerRequest) -> Any:
