@@ -160,7 +160,9 @@ def compute_rollout_correction_and_rejection_mask(
 def _measured(
     old: Tensor, rollout: Tensor, mask: Tensor, usable: Tensor, remaining: Tensor, weights: Tensor, accepted: Tensor
 ) -> dict[str, Tensor]:
-    """Measure the mismatch of all usable tokens and of those that count in the loss, and the correction's effect.
+    """Return metrics of the mismatch, of all usable tokens and of those with a weight in the loss (`kept/`).
+
+    Those named `correction/` are of acceptance and weights; `unusable_tokens` is a share of the sampled tokens.
 
     Args:
         old, rollout: [B, T] log-probs of the policy and of the engine.
@@ -170,6 +172,7 @@ def _measured(
         accepted: [B, T], 1 where the correction accepts, or the acceptance probability with an expected mask.
     """
     uncorrected = make_correction("none")
+    # The mismatch before and after masking: over all usable tokens, and over those that keep a weight above 0.
     before = _corrected(uncorrected, old, rollout, usable).metrics
     after = _corrected(uncorrected, old, rollout, remaining & (weights > 0)).metrics
     mean_weight = Mean.of(weights * remaining, mask)

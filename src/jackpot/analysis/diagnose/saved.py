@@ -116,9 +116,13 @@ def _response_signs(table: pa.Table, config: Config) -> dict[str, float]:
 
 
 def _reward_signs(table: pa.Table) -> dict[str, float]:
-    """Return the signs from rewards: correlation with length, whether right answers earn more, and cut responses."""
+    """Return the signs from rewards: correlation with length, whether right answers earn more, and cut responses.
+
+    A sign is left out where it cannot be computed, for example if all rewards or all lengths are equal.
+    """
     rewards = table.column("reward").to_numpy()
     columns = table.select(["correct", "finish", "token_ids"]).to_pydict()
+    # A verdict of None is neither right nor wrong.
     right = np.array([verdict is True for verdict in columns["correct"]])
     wrong = np.array([verdict is False for verdict in columns["correct"]])
     cut = np.array(columns["finish"]) == "length"

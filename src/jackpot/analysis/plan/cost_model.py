@@ -196,6 +196,7 @@ class ModelCost:
 
         A backward pass costs two forward passes, or one where only an adapter is trained. The output layer always
         computes its logits again in backward. FLOPs of quantized linear layers count by the time that they take.
+        A frozen model takes one forward pass and the extra ones.
 
         Args:
             lengths: lengths of prompt and response.

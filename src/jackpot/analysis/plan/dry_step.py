@@ -296,6 +296,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     tile_tokens = split_range(vocabulary, most_tokens, BLOCK)[0].stop
 
     # All rows of the output layers are run where their logits are kept for backward, else those of RUN_TILES tiles.
+    # The heads have no biases here, which the cut weights below would not fit.
     whole_heads = [
         replace(head_of(layer, states, logit_softcap(model)), bias=None)
         for model, layer, states in zip(models, layers, hidden, strict=True)

@@ -211,6 +211,7 @@ class Estimator:
     def __init__(
         self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, response: float | None = None
     ) -> None:
+        """Compute lengths, costs of the models, blocks that are gathered, and needs of the engines."""
         self._config, self._sizes = config, sizes
         self._prompt = prompts.longest
         self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
@@ -290,10 +291,10 @@ class Estimator:
                 continue
 
             # On the GPUs that train: all hours but those of generation.
-            on_learner = self.shares(gpu, count - generating, needs)
+            on_learner = self.shares(gpu, count - generating, needs)  # its field `rollout_model`: the engine of `needs`
             learner = on_learner.run(on_learner.work, on_learner.rollout_model, trained)._replace(evaluating=evaluating)
 
-            # On the GPUs that generate: AT_ONCE batches at once. `rollout_model` is the engine of `needs`.
+            # On the GPUs that generate: AT_ONCE batches at once, by the engine of `needs`, whichever model it holds.
             on_engines = self.shares(gpu, generating, needs)
             batches = replace(on_engines.work, sequences=AT_ONCE * on_engines.work.sequences)
             for drafts in drafts_tried:
@@ -319,7 +320,7 @@ class Estimator:
             passes = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
             generated = passes * (by_model + by_policy)
 
-        # FLOPs of training on one response, over all epochs; on-policy there is one epoch, without extra passes.
+        # FLOPs of training on one response, over all epochs; `trained_alone`: on-policy, one epoch, no extra passes.
         work = self.work()
         extra = work.extra / work.epochs  # forward passes without gradient in one epoch
         trained = work.epochs * policy.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
@@ -388,6 +389,7 @@ class Estimator:
             needs: memory that each engine needs, by `engine` and `evaluation.engine`; None: as beside a learner.
         """
         needs = needs or self.needs
+        # The policy's engine in a run without a rollout model; `policy_beside` is the one beside that model's engine.
         policy = needs_of(self._config, "policy", self._config.engine, self._prompt)
 
         return ShareHours(
@@ -476,6 +478,7 @@ def extra_passes(config: Config) -> float:
     the factor of OBRS that scales estimates of Z to the mean acceptance.
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
+    # The anchors give kappa where the correction's target is the policy before the first step (`old`).
     anchors_give_kappa = steps > 1 and getattr(correction, "target", "old") == "old"
     # With a regularized loss `kappa: auto` takes the pass of `kappa: prepass`.
     is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
