@@ -130,7 +130,7 @@ def compute_rollout_correction_and_rejection_mask(
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
     if z is not None:
         usable &= z.value.isfinite()
-    accepted = usable.double()
+    accepted = usable.double()  # where nothing rejects: 1 at every usable token
 
     # The weights that verl will use: ours, its own, or 1.
     if correction is not None:
@@ -263,7 +263,7 @@ def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
 
 
 def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Append the top-k lists of a later answer of vLLM to those of the earlier answers in the same response.
+    """Append the top-k lists of a later answer of vLLM, if it has any, to those of earlier answers in its response.
 
     Args:
         fields: extra fields of the answers before; changed in place.

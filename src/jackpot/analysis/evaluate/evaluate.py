@@ -311,7 +311,7 @@ def _write_record(
                 f"{folder} holds an evaluation with other settings:\n  {listed}\n"
                 f"Use the same settings to continue it, or --out with another folder"
             )
-        # The new record keeps the sets of earlier processes, and their task if this process reads none.
+        # The new record keeps earlier sets, and their task if this process reads none; `settings` is record["asked"].
         record["data"] = before["data"] | data
         settings |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": old_asked["task"]})
 

@@ -128,7 +128,7 @@ def estimate(
 
 
 def gpus_here() -> GpusConfig | None:
-    """Return the GPUs of this machine; None without GPUs, or if they are not all of one known kind."""
+    """Return the GPUs of this machine; None without GPUs, or if they are not all of one known kind and its memory."""
     if not torch.cuda.is_available():
         return None
 
@@ -233,7 +233,7 @@ class Estimator:
         """Return the memory of the run on each of `count` GPUs of a kind."""
         config = self._config
         needs = self.needs if count == 1 else engine_needs(place_engines(config, count, on_gpu=True), self._prompt)
-        return shard(self.memory, self.blocks, needs, GPUS[kind], count, config.placement.offload)
+        return shard(self.memory, self.blocks, needs, GPUS[kind], count, offloads=config.placement.offload)
 
     def fewest(self, kind: str) -> int:
         """Return the fewest GPUs of a kind on which the run fits, one of COUNTS; 0: none of these numbers suffices."""
@@ -327,7 +327,7 @@ class Estimator:
         if "rollout_model" in self._costs:
             used = fmean(map(config.uses_rollout_model, iterations))
             trained += used * work.epochs * model.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
-        trained_alone = policy.training(self.lengths, work.checkpoints, extra=0.0)
+        trained_alone = policy.training(self.lengths, checkpoints=work.checkpoints, extra=0.0)
 
         # FLOPs of all evaluations, divided by the number of responses that are trained on.
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
@@ -525,5 +525,5 @@ def _other_flops(config: Config, lengths: Lengths, policy: ModelCost) -> float:
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:
         body = replace(policy, head=0, trained=policy.parameters)
-        flops += body.training(lengths, config.activation_checkpointing, extra=1 / config.batch.ppo_epochs)
+        flops += body.training(lengths, checkpoints=config.activation_checkpointing, extra=1 / config.batch.ppo_epochs)
     return flops
