@@ -55,6 +55,7 @@ class ServerWeights:
     """
 
     def __init__(self, **settings: Any) -> None:
+        """Keep the settings, which `connect` checks; nothing is connected yet."""
         self._given_settings = settings
         self._sent = 0  # times that weights were sent
         self._engine: Any = None
@@ -110,6 +111,7 @@ class ListingLoop(_worker._AsyncRolloutLoop):
     """
 
     def __init__(self, *, num_top_log_probs: int, **settings: Any) -> None:
+        """Set the loop up with TRL's settings; `num_top_log_probs` is K, the length of each top-k list."""
         super().__init__(**settings)
         self._num_top = num_top_log_probs
 

@@ -64,6 +64,7 @@ class BatchNames:
     """A counter that names generation batches by optimizer step, so that a resumed run gives the same names again."""
 
     def __init__(self) -> None:
+        """Begin before the first batch of each kind."""
         # By kind of batch, train or eval: the optimizer steps before the newest batch, and the index of that batch
         # among the batches since the last step.
         self._newest: dict[str, tuple[int, int]] = {}

@@ -49,6 +49,7 @@ class TwoModels:
     """The two models of TRL's trainer, with the methods of a learner that engines and `EngineCheck` call (`Scorer`)."""
 
     def __init__(self, trainer: TwoModelTrainer) -> None:
+        """Keep the trainer, whose models are looked up at each call."""
         self._trainer = trainer
 
     @property

@@ -51,9 +51,10 @@ class MemoryTracker(TorchDispatchMode):
     """A counter of the bytes of tensors that are made while the mode is active: alive now, and at the peak so far."""
 
     def __init__(self) -> None:
+        """Begin at 0 bytes; tensors that exist already are not counted until an operation returns them."""
         super().__init__()
         self.alive = self.peak = 0
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # addresses of the storages that are alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run an operation, and count the storages of its results."""
