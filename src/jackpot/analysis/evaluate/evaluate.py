@@ -93,7 +93,7 @@ class _Benchmark:
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
     """Build the settings of an evaluation of one model on sets of problems.
 
-    For the model of a run, the run's settings are the defaults of sampling, template, rewards, task and the engine's dtype.
+    For a run's model, the run's settings are the defaults of sampling, template, rewards, task and the engine's dtype.
 
     Args:
         model: path of a model, or the folder of a run.
