@@ -130,7 +130,7 @@ def compute_rollout_correction_and_rejection_mask(
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
     if z is not None:
         usable &= z.value.isfinite()
-    accepted = usable.double()
+    accepted = usable.double()  # where nothing rejects: 1 at every usable token
 
     # The weights that verl will use: ours, its own, or 1.
     if correction is not None:
@@ -160,7 +160,9 @@ def compute_rollout_correction_and_rejection_mask(
 def _measured(
     old: Tensor, rollout: Tensor, mask: Tensor, usable: Tensor, remaining: Tensor, weights: Tensor, accepted: Tensor
 ) -> dict[str, Tensor]:
-    """Measure the mismatch of all usable tokens and of those that count in the loss, and the correction's effect.
+    """Return metrics of the mismatch, of all usable tokens and of those with a weight in the loss (`kept/`).
+
+    Those named `correction/` are of acceptance and weights; `unusable_tokens` is a share of the sampled tokens.
 
     Args:
         old, rollout: [B, T] log-probs of the policy and of the engine.
@@ -170,6 +172,7 @@ def _measured(
         accepted: [B, T], 1 where the correction accepts, or the acceptance probability with an expected mask.
     """
     uncorrected = make_correction("none")
+    # The mismatch before and after masking: over all usable tokens, and over those that keep a weight above 0.
     before = _corrected(uncorrected, old, rollout, usable).metrics
     after = _corrected(uncorrected, old, rollout, remaining & (weights > 0)).metrics
     mean_weight = Mean.of(weights * remaining, mask)
@@ -260,7 +263,7 @@ def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
 
 
 def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Append the top-k lists of a later answer of vLLM to those of the earlier answers in the same response.
+    """Append the top-k lists of a later answer of vLLM, if it has any, to those of earlier answers in its response.
 
     Args:
         fields: extra fields of the answers before; changed in place.

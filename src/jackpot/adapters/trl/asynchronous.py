@@ -55,6 +55,7 @@ class ServerWeights:
     """
 
     def __init__(self, **settings: Any) -> None:
+        """Keep the settings, which `connect` checks; nothing is connected yet."""
         self._given_settings = settings
         self._sent = 0  # times that weights were sent
         self._engine: Any = None
@@ -110,6 +111,7 @@ class ListingLoop(_worker._AsyncRolloutLoop):
     """
 
     def __init__(self, *, num_top_log_probs: int, **settings: Any) -> None:
+        """Set the loop up with TRL's settings; `num_top_log_probs` is K, the length of each top-k list."""
         super().__init__(**settings)
         self._num_top = num_top_log_probs
 
@@ -177,6 +179,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         weight_transfer: Any = None,
         **kwargs: Any,
     ) -> None:
+        """Set TRL's trainer up with the correction; if that reads Z, have TRL's worker ask for top-k lists."""
         # Without a correction, PPO's ratio is that to the sampler (`proximal: rollout`), as in TRL's own loss.
         is_plain = correction in ("none", {"name": "none"})
         self._choose({"name": "none", "proximal": "rollout"} if is_plain else correction)
@@ -196,7 +199,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
                 self.rollout_worker._loop_cls = partial(ListingLoop, num_top_log_probs=num_top_log_probs)
 
     def get_train_dataloader(self) -> Any:
-        """Check the server, and return TRL's data loader of rollouts.
+        """Check the server if the rollout worker is of TRL's class, and return TRL's data loader of rollouts.
 
         Raises:
             ConfigError: the server reports log-probs of another distribution than it samples from.
@@ -222,6 +225,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """
 
         def run(**inputs_of_model: Any) -> None:
+            """Stand in for the model in TRL's loss: run the model, and leave the loss with its output."""
             raise _Forwarded(model(**inputs_of_model))
 
         try:
@@ -264,7 +268,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         mask = batch["completion_mask"]
         no_prompt = labels.new_zeros(len(lengths), 0)
         batch |= {"prompt_ids": no_prompt, "prompt_mask": no_prompt, "jackpot_uniforms": self._uniforms(mask)}
-        batch["jackpot_advantages"] = batch["jackpot_advantages"][:, 0]
+        batch["jackpot_advantages"] = batch["jackpot_advantages"][:, 0]  # [B]: all tokens of a sample have the same one
 
         scores = self._policy_scores(batch, log_probs[index].float(), labels, states[0, index])
         measured, overlap = self._measured(batch, old=scores, now=scores)
@@ -272,6 +276,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
 
         # Back from [B, T] to the places that the trained tokens have in TRL's tensors.
         blank = torch.zeros_like(inputs["advantages"])
+        # TRL's loss takes PPO's ratio to `old_log_probs`, here the proximal log-probs.
         corrected = {"advantages": batch["advantages"], "old_log_probs": measured.proximal_log_probs}
         return {name: blank.masked_scatter(selected, column[mask]) for name, column in corrected.items()}
 

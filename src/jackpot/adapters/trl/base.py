@@ -82,6 +82,7 @@ def caught_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     The passes are those in the body of the `with` statement.
     """
     caught: list[Tensor] = []
+    # The last argument of a forward hook is the module's output.
     hook = backbone(plain_model(model)).register_forward_hook(lambda *call: caught.append(call[-1].last_hidden_state))
     try:
         yield caught
@@ -122,10 +123,10 @@ def token_batch(batch: Batch, mask: Tensor, with_lists: bool) -> TokenBatch:
         with_lists: whether the sampler's top-k lists come along; else K is 0.
     """
     ids = batch["completion_ids"]
-    blank = torch.zeros(*ids.shape, 0, device=ids.device)
+    blank = torch.zeros(*ids.shape, 0, device=ids.device)  # lists without entries, [B, T, 0]
 
     return TokenBatch(
-        uids=(),
+        uids=(),  # a placeholder, as are the versions below: the adapters read neither
         prompt_ids=batch["prompt_ids"],
         prompt_mask=batch["prompt_mask"].bool(),
         prompt_index=torch.arange(len(ids), device=ids.device),

@@ -89,6 +89,7 @@ class _Lists(NamedTuple):
                 f"for all"
             )
 
+        # vLLM writes a log-prob of minus infinity as the number MINUS_INFINITY.
         log_probs = [rows.masked_fill(rows <= MINUS_INFINITY, -math.inf) for rows in log_probs]
         blank = torch.zeros(width, k)  # goes first, so that `pad_sequence` pads all to `width`, and is cut off again
         ids = pad_sequence([blank.long(), *ids], batch_first=True)[1:]
@@ -156,7 +157,7 @@ class Correcting(_AnyTRLTrainer):
         return torch.zeros_like(tokens.response_mask)
 
     def _measured(self, batch: Batch, old: OldLogProbs, now: OldLogProbs) -> tuple[CorrectionInputs, Sums]:
-        """Return the correction's inputs on a batch, and the sums over its tokens that the correction measures.
+        """Return the correction's inputs on a batch, and sums over its tokens, such as acceptance and Z for kappa.
 
         A token for which vLLM reported no log-prob (NaN) is left out.
 
@@ -193,6 +194,7 @@ class Correcting(_AnyTRLTrainer):
 
         sums = to_host(all_reduce_sums(add_sums(*summaries)))
         metrics = {name: metric.value for name, metric in sums.items()}
+        # kappa is one number for all of these batches, so that of the last batch's correction is logged.
         self._log_metrics(metrics | ({"obrs/kappa": correction.kappa} if has_z else {}))
 
     def _log_metrics(self, values: Mapping[str, Tensor | float]) -> None:
@@ -201,7 +203,7 @@ class Correcting(_AnyTRLTrainer):
         NaN and -inf are left out: the values of metrics that counted no token.
         """
         for name, value in values.items():
-            if float(value) > -math.inf:
+            if float(value) > -math.inf:  # False for NaN too
                 self._metrics["train"][f"jackpot/{name}"].append(float(value))
 
 
@@ -248,7 +250,8 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         num_top_log_probs: int | None = None,
         **kwargs: Any,
     ) -> None:
-        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
+        """Set TRL's trainer up with the correction, and have vLLM return top-k lists where they are read."""
+        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments  # all by name
         del arguments["self"]
         self._choose(correction)
         refuse(arguments, self._correction_name, self._objective)
@@ -349,6 +352,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """Return the next micro-batch, corrected anew where the correction follows a policy that has moved."""
         inputs = super()._prepare_inputs(generation_batch)
+        # Nothing to do in evaluations, if weights do not follow the policy, or if it took no step since the last time.
         if not (self.model.training and self._follows) or self._corrected_at == self.state.global_step:
             return inputs
         self._corrected_at = self.state.global_step
@@ -374,6 +378,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             "jackpot_advantages": batch["advantages"],
             "jackpot_uniforms": self._uniforms(batch["completion_mask"]),
         }
+        # Lists are needed for Z; else they are kept if they came and TRL's settings have a top_k (`_lists_support`).
         if not self._reads_z and (lists is None or not self.args.top_k):
             return columns
         if lists is None:
@@ -430,7 +435,10 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
     @torch.no_grad()
     def _read(self, batch: Batch, with_z: bool) -> OldLogProbs:
-        """Score a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout."""
+        """Score a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout.
+
+        Z is 1 unless `with_z`.
+        """
         model = plain_model(self.accelerator.unwrap_model(self.model))
         rows = self.args.per_device_train_batch_size
         # All tensors of the batch that have rows, and their parts of `rows` rows.

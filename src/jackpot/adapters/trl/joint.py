@@ -104,7 +104,8 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         num_top_log_probs: int = NUM_TOP,
         **kwargs: Any,
     ) -> None:
-        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
+        """Set the corrected trainer up with `Writers` as its rollout function, and load the rollout model."""
+        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments  # all by name
         del arguments["self"]
         engines: dict[Role, Engine | Mapping[str, Any] | None] = {"rollout_model": engine, "policy": policy_engine}
         refuse_with_two_models(arguments)
@@ -198,8 +199,10 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         return response_hidden(self.rollout_model, tokens) if self._runs_both else None
 
     def _is_current(self, tokens: TokenBatch) -> Tensor:
-        # The mask, [B, T] bool, is True where the model has taken no step since it generated the token, and its engine
-        # samples from the distribution that training computes.
+        """Return a mask of the tokens whose model has taken no step since it generated them: [B, T] bool.
+
+        It is False where the model's engine does not sample from the distribution that training computes (`is_exact`).
+        """
         then, now = self._generated_by, self.version
         rollout_model_is_current = self._writers.is_exact("rollout_model") and then.rollout_model == now.rollout_model
         if tokens.by_policy is None:
@@ -240,6 +243,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         """Compute the policy's loss; keep the policy's hidden states for distillation in `_rollout_model_backward`."""
+        # No states are kept in evaluations, for a frozen rollout model, or once the run has no more use for it.
         if not (self.model.training and self._rollout_objective and self._runs_both):
             return super()._compute_loss(model, inputs)
 
@@ -303,7 +307,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         sums = all_reduce_sums(add_sums(*self._step_sums))
         self._step_sums = []
         divergence = sums["mismatch/kl_policy_rollout"]
-        assert isinstance(divergence, Mean)  # `_distances` has made it
+        assert isinstance(divergence, Mean)  # `_distances` has made it; its `count` is the number of sampled tokens
 
         metrics, _ = self._rollout_optimizer.step(sums, sampled_tokens=divergence.count, steps_rollout_model=True)
         metrics["rollout_model/distill_weight"] = Mean.number(self._distill_weight)
@@ -366,6 +370,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         if not self._rollout_optimizer:
             return
 
+        # `check_foreign` returns the path of the file that it has checked.
         state = torch.load(check_foreign(folder / "state.pt", inside=folder), weights_only=True)
         if state["step"] != self.state.global_step:
             raise CheckpointError(
@@ -388,6 +393,7 @@ def _run_settings(
 
     Args:
         arguments: the arguments of TRL's trainer, by name.
+        rollout_model, engines, correction: settings as the trainer takes them; an `Engine` has its own, and is skipped.
 
     Returns:
         The settings of the run, and its `rollout_model` by itself, which is not None.

@@ -44,6 +44,7 @@ def refuse_reference(batch: Batch, args: Any) -> None:
 def refuse_anywhere(name: str, objective: PolicyObjective) -> None:
     """Raise ConfigError for what no trainer of TRL supports: corrections that read whole distributions, and Unsloth."""
     of_unsloth = "unsloth" in sys.modules or any("unsloth" in cls.__name__.lower() for cls in TRLTrainer.__mro__)
+    # Each error text, and the condition on which it is raised.
     _refuse(
         {
             f"correction {name}: normalizer 'exact' needs the whole distribution that was sampled from, and TRL gets "
@@ -59,6 +60,7 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
     Args:
         arguments: the arguments of TRL's trainer, by name.
         name: name of the correction.
+        objective: the policy's objective, which holds the correction.
     """
     args, rollout_func = arguments.get("args"), arguments.get("rollout_func")
     if args is None or not (args.use_vllm or rollout_func):
@@ -68,6 +70,7 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
         )
 
     refuse_anywhere(name, objective)
+    # Each error text, and the condition on which it is raised.
     _refuse(
         {
             _IMAGES: isinstance(arguments.get("processing_class"), ProcessorMixin),
@@ -91,7 +94,7 @@ def refuse(arguments: Mapping[str, Any], name: str, objective: PolicyObjective) 
 
 
 def refuse_placement(trainer: TRLTrainer) -> None:
-    """Raise ConfigError where this process does not hold the whole output layer of a text model.
+    """Raise ConfigError where this process does not hold the policy's whole output layer, or the policy reads images.
 
     A trainer calls this after TRL's set-up, which alone decides how the model is placed.
     """
@@ -102,6 +105,7 @@ def refuse_placement(trainer: TRLTrainer) -> None:
             f"{sharded} shards the policy, and the correction reads its output layer whole; use DDP or DeepSpeed "
             f"ZeRO-1 or 2, or train with `jackpot train`, which shards (docs/distributed.md)"
         )
+    # A model that reads images has a processor in the place of a tokenizer.
     _refuse({_IMAGES: isinstance(trainer.processing_class, ProcessorMixin)})
 
 
@@ -118,6 +122,7 @@ def refuse_prompts(model: PreTrainedModel) -> None:
 def refuse_unmerged(model: PreTrainedModel) -> None:
     """Raise ConfigError where peft's adapters cannot be merged into the weights that the policy's engine gets."""
     adapters = getattr(model, "peft_config", {})
+    # What cannot be merged: settings of `_UNMERGED` that are on, and adapters of an embedding.
     features = [name for settings in adapters.values() for name in _UNMERGED if getattr(settings, name, None)]
     if any("lora_embedding" in name for name in model.state_dict()):
         features.append("an embedding in target_modules")
@@ -161,6 +166,7 @@ def refuse_with_two_models(arguments: Mapping[str, Any]) -> None:
     if args is None:
         raise ConfigError("args is missing; give a GRPOConfig")
 
+    # Each error text, and the condition on which it is raised.
     _refuse(
         {
             "use_vllm is True, and TRL's vLLM has no rollout model; set it to False, and give an engine of ours, such "
@@ -186,6 +192,7 @@ def refuse_processes(trainer: TRLTrainer) -> None:
     It cannot with DeepSpeed, in another number format than TRL's settings name, or with several GPUs in one process.
     """
     used, named = trainer.accelerator.mixed_precision, "bf16" if trainer.args.bf16 else "no"
+    # Each error text, and the condition on which it is raised.
     _refuse(
         {
             "DeepSpeed is on, which takes the place of the optimizer beside which the rollout model steps; use DDP, or "

@@ -37,6 +37,7 @@ class EngineRollouts:
     def __init__(
         self, model: str | Path | Engine, *, dtype: str | None = None, num_top_log_probs: int = NUM_TOP
     ) -> None:
+        """Keep the engine, or the path and the settings from which the first call makes one."""
         is_engine = isinstance(model, Engine)
         if is_engine and dtype:
             raise ConfigError(f"dtype is {dtype!r}, but an engine was given, which has its own; leave it out")
@@ -63,6 +64,7 @@ class BatchNames:
     """A counter that names generation batches by optimizer step, so that a resumed run gives the same names again."""
 
     def __init__(self) -> None:
+        """Begin before the first batch of each kind."""
         # By kind of batch, train or eval: the optimizer steps before the newest batch, and the index of that batch
         # among the batches since the last step.
         self._newest: dict[str, tuple[int, int]] = {}
@@ -104,6 +106,7 @@ def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
     Raises:
         ConfigError: some settings are not supported by our engines.
     """
+    # Settings that our engines lack; None where the value changes nothing, such as a min_p of 0.
     unknown = {"min_p": args.min_p or None, "generation_kwargs": args.generation_kwargs or None}
     unknown["repetition_penalty"] = None if args.repetition_penalty == 1.0 else args.repetition_penalty
     if named := ", ".join(f"{key} is {value!r}" for key, value in unknown.items() if value is not None):

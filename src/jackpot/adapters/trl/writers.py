@@ -49,6 +49,7 @@ class TwoModels:
     """The two models of TRL's trainer, with the methods of a learner that engines and `EngineCheck` call (`Scorer`)."""
 
     def __init__(self, trainer: TwoModelTrainer) -> None:
+        """Keep the trainer, whose models are looked up at each call."""
         self._trainer = trainer
 
     @property
@@ -78,7 +79,10 @@ class TwoModels:
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        """Compute a model's log-probs, [T, 1 + K] by rollout uid, as `Learner.score` does; dropout is off."""
+        """Compute a model's log-probs, [T, 1 + K] by rollout uid, as `Learner.score` does; dropout is off.
+
+        `from_copy` is ignored, as there are no copies of older weights (`keep_weights`).
+        """
         model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
             on_device = (batch_to(batch, accelerator.device) for batch in batches)
@@ -98,11 +102,12 @@ class Writers:
     """
 
     def __init__(self, config: Config, engines: Mapping[Role, Engine]) -> None:
+        """Keep the user's engines; no other engine is made yet."""
         self._config = config
         self._engines = dict(engines)
         self._may_draft = config.draft is not None or len(engines) == 2  # two engines of the user's: one may draft
         self._held_steps: dict[Role, int] = {}  # optimizer steps that the weights in each engine have taken
-        self._checks: dict[Role, EngineCheck] = {}
+        self._checks: dict[Role, EngineCheck] = {}  # each is made at its first use (`_check`)
         self._names = BatchNames()
         self.iteration = 0  # number of the newest generation batch for training, from 1
         self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
@@ -158,7 +163,7 @@ class Writers:
         Args:
             roles: the model that generates, for each request.
         """
-        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]  # TRL's log: lists by name
         by_uid: dict[str, Rollout] = {}
         drafts = "policy" in roles and self._may_draft
         # The rollout model is first, and used also where it only drafts: it must hold its new weights before it drafts.
@@ -182,7 +187,7 @@ class Writers:
         for role in used:
             if self._engines[role].capabilities.sleeps:
                 self._engines[role].sleep()
-                del self._held_steps[role]
+                del self._held_steps[role]  # an engine that slept gets its weights again
 
         return [by_uid[request.uid] for request in requests]
 
@@ -197,17 +202,21 @@ class Writers:
         if role == "policy":
             refuse_unmerged(_unwrapped(trainer))
         if engine.capabilities.sleeps and trainer.accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # an engine that wakes needs the memory that torch keeps cached
         send_weights(engine, TwoModels(trainer).weights(role, engine.capabilities.dtype), version)
         self._held_steps[role] = steps
 
     def _engine(self, role: Role, trainer: TwoModelTrainer) -> Engine:
-        """Return the engine of a model; make it from the settings where there is none yet."""
+        """Return the engine of a model; make it from the settings where there is none yet.
+
+        With the setting `draft`, the rollout model's engine drafts for an engine of the policy that is made here.
+        """
         config = self._config
         if role not in self._engines:
             drafter = self._engine("rollout_model", trainer) if role == "policy" and config.draft else None
             if not isinstance(drafter, TransformersEngine | None):
                 raise ConfigError("only an engine of transformers drafts; leave draft out of the policy's engine")
+            # `evaluation.engine` is the policy's; where it is not set, both models have the settings `engine`.
             settings = (role == "policy" and config.evaluation.engine) or config.engine
             assert isinstance(settings, TransformersEngineConfig)  # `joint._run_settings` refuses all other settings
             self._engines[role] = make_engine(config.model_paths()[role], settings, trainer, drafter)
@@ -218,6 +227,7 @@ class Writers:
         if role not in self._checks:
 
             def record(iteration: int, event: dict[str, Any]) -> None:
+                """Log the mean gap of a check's event; events without one are ignored."""
                 if "mean_gap" in event:
                     trainer._metrics["train"][f"jackpot/mismatch/engine_gap_of_{role}"].append(event["mean_gap"])
 

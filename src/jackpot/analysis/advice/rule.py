@@ -90,6 +90,7 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     tokens, factor, square, wrong, trained, elsewhere, _ = sums.unbind(-1)
     mean_factor, mean_square = factor / tokens, square / tokens
 
+    # Means over all tokens of the mixture: of the factor, and below (`noise`) of its square.
     total = fraction * mean_factor + 1.0 - fraction
     weight_share = fraction * mean_factor / torch.where(total > 0, total, 1.0)  # on the rollout model's tokens
     noise = fraction * mean_square + 1.0 - fraction
@@ -397,7 +398,11 @@ def interval_text(mean: Estimate, form: str = ".2f") -> str:
 
 
 def _after_text(correction: JudgedCorrection) -> str:
-    """Return text on what a correction leaves: total variation, effective sample size, and worth by tokens alone."""
+    """Return text on what a correction leaves: total variation, effective sample size, and prefix drift from 1 % on.
+
+    The total variation is between the corrected distribution and the policy. With prefix drift (`elsewhere`) the text
+    also has the worth of a rollout by its tokens alone.
+    """
     gap = 100.0 * correction.tv_after_correction.value
     percent = "below 0.01" if gap < 0.005 else f"{gap:.2g}"
     text = f"residual gap {percent} % (TV), {correction.effective.value:.0%} effective sample size"

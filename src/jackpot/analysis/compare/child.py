@@ -40,6 +40,7 @@ def train(run: ArmRun) -> None:
     transformers.utils.logging.disable_progress_bar()
 
     def print_progress(line: dict[str, Any]) -> None:
+        """Print which iteration has ended; `line` is its record of metrics.jsonl."""
         print(f"iteration {line['iteration']}/{run.config.iterations}", flush=True)
 
     try:

@@ -247,7 +247,7 @@ def _difference(arm: Mapping[int, EvaluationPoint], base: Mapping[int, Evaluatio
     if spread is None:
         return None
 
-    # Standard errors of both arms at every common seed; runs of old versions may lack them.
+    # Standard errors of both arms at every common seed; a run of an old version has None in their place.
     paired = [points[seed].policy_accuracy_stderr for seed in arm if seed in base for points in (arm, base)]
     errors = [error for error in paired if error is not None]  # if one is missing, the noise is not known
 

@@ -94,7 +94,7 @@ def _is_done(run: ArmRun, lines: Lines, events: Lines, stop_rule: StopRule) -> s
     """Return why a run need not be started; None: the run has to be started.
 
     A finished run has the metrics of its last iteration, which are written after the last evaluation, and the last
-    checkpoint, which is written after them.
+    checkpoint, which is written after them. An unfinished run need not be started if the stop rule would stop it.
     """
     if not lines:
         return None
@@ -149,6 +149,7 @@ def _stops_all(children: list[_Child]) -> Iterator[None]:
     """
 
     def interrupt(signum: int, frame: Any) -> None:
+        """End the body as Ctrl-C does."""
         raise KeyboardInterrupt
 
     # A signal that is ignored, such as the hangup under nohup, stays ignored.

@@ -141,7 +141,7 @@ def points_of(lines: Lines, config: Config) -> Iterable[EvaluationPoint]:
             spent[name] += value
 
         since.append(line)
-        if measure := measure_of(line):
+        if measure := measure_of(line):  # accuracy or reward; None: no evaluation was made here
             yield EvaluationPoint(
                 iteration=line["iteration"],
                 **spent,

@@ -145,6 +145,7 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
             break
         if explained := rule.explained_by(history.config, value):
             break
+        # The iteration of the window's newest value; for the run's first window, of its oldest (see the docstring).
         iteration, _ = series[end - 1 if end > least else 0]
         beyond.append((iteration, value))
 

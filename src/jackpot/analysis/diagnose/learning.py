@@ -37,9 +37,10 @@ class Level(NamedTuple):
 
 
 def levels_of(history: MetricHistory, metric: str) -> list[Level]:
-    """Return the levels of skill by one metric in a run, oldest first; empty if the run does not have the metric.
+    """Return the levels of skill by one metric in a run, oldest first.
 
-    An evaluation gives one level, and so does a window of training rewards.
+    An evaluation with a standard error gives one level, and so does a window of training rewards. The list is empty
+    without such an evaluation, or if the rewards are fewer than two windows.
     """
     if metric == REWARDS:
         return _reward_levels(history)
@@ -91,7 +92,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
             return None
 
         first, last = levels[0], levels[-1]
-        best = max(levels[:-1])  # by the mean, a level's first field
+        best = max(levels[:-1])  # of all levels but the newest, by the mean, a level's first field
         if metric == REWARDS and best.mean <= 0.0:  # half of a negative reward is no limit
             return None
         # As CHANCE_ERRORS, but for the best of several levels (Bonferroni).
@@ -127,7 +128,7 @@ def learning_limit(metric: str) -> RunLimit:
         newest, error = levels[-1].mean, _difference_error(levels[0], levels[-1])
         lost_limits = [unlearning_limit(metric, at_once=at_once)(history, values) for at_once in (True, False)]
         has_fallen = any(lost is not None and newest < lost for lost in lost_limits)
-        is_accuracy = metric == EVALUATED[0]
+        is_accuracy = metric == EVALUATED[0]  # else a mean reward, which may go above 1
         is_full = is_accuracy and levels[0].mean + error >= 1.0
         if has_fallen or is_full:
             return None
@@ -136,6 +137,7 @@ def learning_limit(metric: str) -> RunLimit:
         is_large_share = newest > 0.0 and error > LARGEST_ERROR_SHARE * newest
         is_coarse = is_accuracy and (error > LARGEST_ERROR or is_large_share)
         is_unsure = is_coarse or (metric != REWARDS and _rewards_rise(history))
+        # `why_nothing` returns text, "" if no setting keeps the run from learning.
         return None if is_unsure and not why_nothing(history) else levels[0].mean + error
 
     return limit

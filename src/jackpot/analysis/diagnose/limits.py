@@ -53,6 +53,7 @@ class MetricHistory:
         config: Config,
         saved: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """Copy the lines, and add the derived metrics and those from saved rollouts to the copies."""
         self.config = config
         self.problems = problems_of(lines, config)  # number of problems in each evaluation
         self.iteration: int = lines[-1]["iteration"] if lines else 0  # newest iteration
@@ -69,7 +70,7 @@ class MetricHistory:
 
         Args:
             metric: name of the metric.
-            over: name of a metric to divide by; None: no division.
+            over: name of a metric to divide by, whose iterations with 0 or none are left out; None: no division.
             after_steps: number of the run's optimizer steps before which values are left out.
         """
         if metric.startswith("events/"):
@@ -242,12 +243,15 @@ def rounding_limit(metric: str) -> RunLimit:
 
 
 def if_kept_at_first(limit: RunLimit) -> RunLimit:
-    """Return a high limit that applies only if the metric's first value is within it, so that the fault began later."""
+    """Return a high limit that applies only to runs whose first value of the metric is within it.
+
+    In these runs a later value above the limit is a fault that began after the start.
+    """
 
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
         """Return the high limit for this run; None if the first value is above it, or if `limit` gives none."""
-        largest = limit(history, values)
-        return largest if largest is not None and values[0] <= largest else None
+        high = limit(history, values)
+        return high if high is not None and values[0] <= high else None
 
     return limit_of_run
 

@@ -51,7 +51,10 @@ def read_saved(run: Path, config: Config) -> list[dict[str, Any]]:
 
 
 def _held_out(run: Path) -> set[tuple[str, str]]:
-    """Return (problem, answer) for the problems of the policy's newest evaluation that have an answer."""
+    """Return (problem, answer) for the problems of the policy's newest evaluation that have an answer.
+
+    The set is empty without an evaluation, or if its file cannot be read.
+    """
     files = sorted((run / "eval").glob("iteration-*-policy.jsonl"))
     if not files:
         return set()
@@ -73,6 +76,8 @@ def _prompt_signs(
     table: pa.Table, held_out: set[tuple[str, str]], answers_of: dict[Any, set[str]]
 ) -> dict[str, float | None]:
     """Return the signs from comparing prompts with each other and with held-out problems; update `answers_of`.
+
+    If a problem has no answer, there are no signs ({}), and `answers_of` stays as it is.
 
     Args:
         table: one file of saved rollouts.
@@ -116,9 +121,13 @@ def _response_signs(table: pa.Table, config: Config) -> dict[str, float]:
 
 
 def _reward_signs(table: pa.Table) -> dict[str, float]:
-    """Return the signs from rewards: correlation with length, whether right answers earn more, and cut responses."""
+    """Return the signs from rewards: correlation with length, whether right answers earn more, and cut responses.
+
+    A sign is left out where it cannot be computed, for example if all rewards or all lengths are equal.
+    """
     rewards = table.column("reward").to_numpy()
     columns = table.select(["correct", "finish", "token_ids"]).to_pydict()
+    # A verdict of None is neither right nor wrong.
     right = np.array([verdict is True for verdict in columns["correct"]])
     wrong = np.array([verdict is False for verdict in columns["correct"]])
     cut = np.array(columns["finish"]) == "length"

@@ -154,7 +154,7 @@ class AnswerFile:
         offsets = np.full(self._shape, 0 if self.is_finished else -1, dtype=np.int64)
         unreadable = 0
         for offset, text in _lines(self._lines):
-            key = _key(text)
+            key = _key(text)  # (problem, sample), indices of `offsets`; (-1, -1) for an unreadable line
             if all(0 <= index < size for index, size in zip(key, self._shape, strict=True)):
                 offsets[key] = offset
             else:
@@ -204,8 +204,10 @@ class AnswerFile:
 def read_outcomes(path: Path) -> ResponseOutcomes:
     """Read NAME.parquet: verdict, reward, length, end and scoring error of each response, as arrays [problems, k].
 
+    `correct` is None where no response has a verdict. A response without a scoring error has the text "".
+
     Raises:
-        CheckpointError: the table does not exist or has another schema version.
+        CheckpointError: the table cannot be read or has another schema version.
     """
     columns = ["correct", "reward", "tokens", "finish", "reward_error"]
     try:
@@ -219,7 +221,7 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
 
     k = int(about[b"k"])
     has_verdict = table["correct"].null_count < len(table)
-    words = {
+    texts = {
         name: table[name].fill_null("").to_numpy().astype(str).reshape(-1, k) for name in ("finish", "reward_error")
     }
 
@@ -227,13 +229,13 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
         correct=table["correct"].fill_null(False).to_numpy().reshape(-1, k) if has_verdict else None,
         rewards=table["reward"].to_numpy().reshape(-1, k),
         tokens=table["tokens"].to_numpy().reshape(-1, k).astype(np.int64),
-        finishes=words["finish"],
-        reward_errors=words["reward_error"],
+        finishes=texts["finish"],
+        reward_errors=texts["reward_error"],
     )
 
 
 def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
-    """Return one scored response as the fields of its line in NAME.jsonl."""
+    """Return a scored response, number `sample` to problem `index`, as the fields of its line in NAME.jsonl."""
     rollout, score = answer.rollout, answer.score
     return {
         "number": index,

@@ -93,7 +93,7 @@ class _Benchmark:
 def evaluation_config(model: str, changes: Sequence[Mapping[str, Any]]) -> BenchmarksConfig:
     """Build the settings of an evaluation of one model on sets of problems.
 
-    For the model of a run, the run's settings are the defaults of sampling, template, rewards and the engine's dtype.
+    For a run's model, the run's settings are the defaults of sampling, template, rewards, task and the engine's dtype.
 
     Args:
         model: path of a model, or the folder of a run.
@@ -311,7 +311,7 @@ def _write_record(
                 f"{folder} holds an evaluation with other settings:\n  {listed}\n"
                 f"Use the same settings to continue it, or --out with another folder"
             )
-        # The new record keeps the sets of earlier processes, and their task if this process reads none.
+        # The new record keeps earlier sets, and their task if this process reads none; `settings` is record["asked"].
         record["data"] = before["data"] | data
         settings |= {"benchmarks": list(record["data"])} | ({} if OWN in data else {"task": old_asked["task"]})
 

@@ -87,6 +87,7 @@ class MismatchSums:
     """A collector of the mismatch at the tokens of responses, which are added one by one in any order."""
 
     def __init__(self) -> None:
+        """Begin without any response."""
         self._sums: ClusteredMean | None = None  # [bands, quantities]: the sums of each averaged quantity in each band
         self._largest = torch.tensor(-math.inf)  # [bands] largest gap
         self._bands: list[tuple[str, str]] = []  # (kind, name) of each band; the first is of all tokens
@@ -117,7 +118,7 @@ class MismatchSums:
             counts=counts.square(),
             responses=has_tokens,
         )
-        self._sums = self._sums + response_sums if self._sums else response_sums
+        self._sums = self._sums + response_sums if self._sums else response_sums  # None before the first response
         self._largest = torch.maximum(self._largest, torch.where(masks, gap, -math.inf).amax(-1))
 
         # Kept beside the sums: gaps of each response, and log-ratios and probabilities of tokens.
@@ -165,6 +166,7 @@ class MismatchSums:
             variation=_bounds(means, "variation"),
             ratio=means["ratio"],
             quantiles=_quantiles(log_ratios),
+            # Shares of the tokens whose ratio q/p is above FAR, or below 1 / FAR.
             above=float((log_ratios > math.log(FAR)).double().mean()),
             below=float((log_ratios < -math.log(FAR)).double().mean()),
             support=means.get("support"),
@@ -228,7 +230,10 @@ def _masks(tokens: TokenMismatch) -> dict[tuple[str, str], Tensor]:
 
 
 def _averaged(tokens: TokenMismatch) -> dict[str, Tensor]:
-    """Return the quantities to average over tokens, [N] each, by name."""
+    """Return the quantities to average over tokens, [N] each, by name; p is the sampler's probability, q the learner's.
+
+    Quantities that are None in `tokens` are left out.
+    """
     quantities = {
         "gap": tokens.gap,
         "log_gap": tokens.log_ratio.abs(),
@@ -238,7 +243,7 @@ def _averaged(tokens: TokenMismatch) -> dict[str, Tensor]:
         "ratio": tokens.log_ratio.exp(),
     }
 
-    # Quantities that are unknown for some pairs of engines.
+    # Unknown for some pairs of engines. `other_token` and `other_experts`: 1 where the two sides differ.
     for name, bounds in (("kl", tokens.kl), ("variation", tokens.variation)):
         if bounds is not None:
             quantities |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}

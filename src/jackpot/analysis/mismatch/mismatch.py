@@ -201,7 +201,10 @@ def _sample(
 
 
 def _top_log_probs(config: MismatchConfig, capabilities: Capabilities) -> int:
-    """Return how many of the sampler's log-probs are kept at a token: by default all, if they take little memory."""
+    """Return how many of the sampler's log-probs are kept at a token, as `top_log_probs` says.
+
+    By default all are kept if the engine reports them and they take little memory, else _TOP_LOG_PROBS at most.
+    """
     vocabulary, most_reported = capabilities.vocab_size, capabilities.num_top_log_probs
     if config.top_log_probs is not None:
         return min(config.top_log_probs, vocabulary)

@@ -63,7 +63,7 @@ def mismatch_config(
     # The user's changes over the defaults. The user's learners change the first default learner; if the user names
     # none, every default learner is compared.
     settings = lay(settings, changes)
-    settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])
+    settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])  # (): no changes
     settings["learners"] = tuple(
         [_side("learner", learner_defaults[0], side) for side in learners]
         or [_side("learner", side, ()) for side in learner_defaults]

@@ -68,8 +68,8 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
         learner: the learner's scores of the same response.
 
     Raises:
-        EngineError: a log-prob is NaN; or the sampler is truncated, and can draw more than the K tokens of `top_ids`
-            or the learner scores single tokens only.
+        EngineError: a log-prob is NaN; or the sampler is truncated, and either can draw tokens outside of `top_ids`, or
+            meets a learner that scores single tokens only.
     """
     sampled = sampler.sampled
     log_p, log_q = sampler.log_probs[sampled].double(), learner.log_probs[sampled].double()
@@ -107,8 +107,8 @@ def token_mismatch(sampler: SamplerScores, learner: LearnerScores) -> TokenMisma
         is_exact=kl is not None and is_whole,
         support=support,
         entropy=_entropy(sampler, learner, top_p),
-        other_token=_other_token(sampler, learner),
-        other_experts=_other_experts(sampler, learner),
+        other_token=_top_token_differs(sampler, learner),
+        other_experts=_experts_differ(sampler, learner),
     )
 
 
@@ -142,7 +142,7 @@ def _on_support(sampler: SamplerScores, top_p: Tensor, top_q: Tensor | None) -> 
 
 
 def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return (lower bound, upper bound) of KL(p || q), then the same of the total variation; tensors are [N].
+    """Return (lower bound, upper bound) of KL(p || q), then those of the total variation between p and q: [N] each.
 
     KL is summed as p log(p/q) - p + q, which has the same sum over whole distributions. Each term is at least 0, and
     rounding of p enters squared: sums of p log(p/q) would show float32's rounding of the sum of p as a KL of 1e-7.
@@ -174,10 +174,10 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     return (kl + tail_low, kl + tail_high), (variation_low, variation_high)
 
 
-def _other_token(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:
+def _top_token_differs(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:
     """Return 1 where the most probable tokens of sampler and learner differ, else 0: [N] float64.
 
-    Of several tokens that are most probable to the sampler, the first counts.
+    None if one side's most probable token is not known. Of several such tokens of the sampler, the first counts.
     """
     if learner.most_probable is None or not sampler.top_ids.shape[1]:
         return None
@@ -186,8 +186,11 @@ def _other_token(sampler: SamplerScores, learner: LearnerScores) -> Tensor | Non
     return differs[sampler.sampled].double()
 
 
-def _other_experts(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:
-    """Return 1 where sampler and learner send a token to different experts in any layer, else 0: [N] float64."""
+def _experts_differ(sampler: SamplerScores, learner: LearnerScores) -> Tensor | None:
+    """Return 1 where sampler and learner send a token to different experts in any layer, else 0: [N] float64.
+
+    None where the experts of one side are not known, or the two sides' numbers of layers or experts differ.
+    """
     if sampler.experts is None or learner.experts is None or sampler.experts.shape != learner.experts.shape:
         return None
     return (sampler.experts != learner.experts)[sampler.sampled].flatten(1).any(1).double()

@@ -109,7 +109,7 @@ class Lengths:
         if self.mean >= self.limit * (1 - 1e-6):
             return math.inf
 
-        # Bisection: the mean with a limit rises with s.
+        # Bisection between `low` and `high`: the mean with a limit, `_cut_mean`, rises with s.
         low, high = self.mean, self.mean
         while _cut_mean(high, self.limit) < self.mean:
             high *= 2
@@ -140,7 +140,8 @@ class Lengths:
         """Return the expected length of the longest of `count` responses, tokens.
 
         A response is endless, and as long as the limit, with the probability `endless`. If none is, the longest is
-        expected to have `scale` x (1 + 1/2 + ... + 1/count) tokens, at most the limit.
+        expected to have `scale` x (1 + 1/2 + ... + 1/count) tokens, at most the limit. For less than one response the
+        result is the mean length.
         """
         if math.isinf(self.scale) or count < 1:
             return self.mean if count < 1 else float(self.limit)
@@ -196,6 +197,7 @@ class ModelCost:
 
         A backward pass costs two forward passes, or one where only an adapter is trained. The output layer always
         computes its logits again in backward. FLOPs of quantized linear layers count by the time that they take.
+        A frozen model takes one forward pass and the extra ones.
 
         Args:
             lengths: lengths of prompt and response.

@@ -51,9 +51,10 @@ class MemoryTracker(TorchDispatchMode):
     """A counter of the bytes of tensors that are made while the mode is active: alive now, and at the peak so far."""
 
     def __init__(self) -> None:
+        """Begin at 0 bytes; tensors that exist already are not counted until an operation returns them."""
         super().__init__()
         self.alive = self.peak = 0
-        self._known: set[int] = set()
+        self._known: set[int] = set()  # addresses of the storages that are alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Run an operation, and count the storages of its results."""
@@ -296,6 +297,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     tile_tokens = split_range(vocabulary, most_tokens, BLOCK)[0].stop
 
     # All rows of the output layers are run where their logits are kept for backward, else those of RUN_TILES tiles.
+    # The heads have no biases here, which the cut weights below would not fit.
     whole_heads = [
         replace(head_of(layer, states, logit_softcap(model)), bias=None)
         for model, layer, states in zip(models, layers, hidden, strict=True)

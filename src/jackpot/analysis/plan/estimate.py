@@ -128,7 +128,7 @@ def estimate(
 
 
 def gpus_here() -> GpusConfig | None:
-    """Return the GPUs of this machine; None without GPUs, or if they are not all of one known kind."""
+    """Return the GPUs of this machine; None without GPUs, or if they are not all of one known kind and its memory."""
     if not torch.cuda.is_available():
         return None
 
@@ -211,6 +211,7 @@ class Estimator:
     def __init__(
         self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, response: float | None = None
     ) -> None:
+        """Compute lengths, costs of the models, blocks that are gathered, and needs of the engines."""
         self._config, self._sizes = config, sizes
         self._prompt = prompts.longest
         self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
@@ -232,7 +233,7 @@ class Estimator:
         """Return the memory of the run on each of `count` GPUs of a kind."""
         config = self._config
         needs = self.needs if count == 1 else engine_needs(place_engines(config, count, on_gpu=True), self._prompt)
-        return shard(self.memory, self.blocks, needs, GPUS[kind], count, config.placement.offload)
+        return shard(self.memory, self.blocks, needs, GPUS[kind], count, offloads=config.placement.offload)
 
     def fewest(self, kind: str) -> int:
         """Return the fewest GPUs of a kind on which the run fits, one of COUNTS; 0: none of these numbers suffices."""
@@ -290,10 +291,10 @@ class Estimator:
                 continue
 
             # On the GPUs that train: all hours but those of generation.
-            on_learner = self.shares(gpu, count - generating, needs)
+            on_learner = self.shares(gpu, count - generating, needs)  # its field `rollout_model`: the engine of `needs`
             learner = on_learner.run(on_learner.work, on_learner.rollout_model, trained)._replace(evaluating=evaluating)
 
-            # On the GPUs that generate: AT_ONCE batches at once. `rollout_model` is the engine of `needs`.
+            # On the GPUs that generate: AT_ONCE batches at once, by the engine of `needs`, whichever model it holds.
             on_engines = self.shares(gpu, generating, needs)
             batches = replace(on_engines.work, sequences=AT_ONCE * on_engines.work.sequences)
             for drafts in drafts_tried:
@@ -319,14 +320,14 @@ class Estimator:
             passes = (drafts.tokens + 1) / tokens_per_verification(drafts.acceptance, drafts.tokens)
             generated = passes * (by_model + by_policy)
 
-        # FLOPs of training on one response, over all epochs; on-policy there is one epoch, without extra passes.
+        # FLOPs of training on one response, over all epochs; `trained_alone`: on-policy, one epoch, no extra passes.
         work = self.work()
         extra = work.extra / work.epochs  # forward passes without gradient in one epoch
         trained = work.epochs * policy.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
         if "rollout_model" in self._costs:
             used = fmean(map(config.uses_rollout_model, iterations))
             trained += used * work.epochs * model.training(self.lengths, checkpoints=work.checkpoints, extra=extra)
-        trained_alone = policy.training(self.lengths, work.checkpoints, extra=0.0)
+        trained_alone = policy.training(self.lengths, checkpoints=work.checkpoints, extra=0.0)
 
         # FLOPs of all evaluations, divided by the number of responses that are trained on.
         evaluation = sum(self._costs[role].forward(self.lengths) * count for role, count in _evaluated(config))
@@ -388,6 +389,7 @@ class Estimator:
             needs: memory that each engine needs, by `engine` and `evaluation.engine`; None: as beside a learner.
         """
         needs = needs or self.needs
+        # The policy's engine in a run without a rollout model; `policy_beside` is the one beside that model's engine.
         policy = needs_of(self._config, "policy", self._config.engine, self._prompt)
 
         return ShareHours(
@@ -476,6 +478,7 @@ def extra_passes(config: Config) -> float:
     the factor of OBRS that scales estimates of Z to the mean acceptance.
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
+    # The anchors give kappa where the correction's target is the policy before the first step (`old`).
     anchors_give_kappa = steps > 1 and getattr(correction, "target", "old") == "old"
     # With a regularized loss `kappa: auto` takes the pass of `kappa: prepass`.
     is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
@@ -522,5 +525,5 @@ def _other_flops(config: Config, lengths: Lengths, policy: ModelCost) -> float:
     flops = policy.forward(lengths) if config.objective.reference else 0.0
     if config.critic:
         body = replace(policy, head=0, trained=policy.parameters)
-        flops += body.training(lengths, config.activation_checkpointing, extra=1 / config.batch.ppo_epochs)
+        flops += body.training(lengths, checkpoints=config.activation_checkpointing, extra=1 / config.batch.ppo_epochs)
     return flops

@@ -109,6 +109,7 @@ def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleepi
     """
     generating: Role = "rollout_model" if "rollout_model" in sizes else "policy"
     engines: list[tuple[Role, Any]] = [(generating, config.engine)]
+    # With a rollout model the policy has an engine for evaluations; without, only if `evaluation.engine` is set.
     if generating != "policy" or config.evaluation.engine:
         engines.append(("policy", config.evaluation.engine or config.engine))
 
@@ -154,7 +155,10 @@ def _merged_weights(config: Config) -> int:
 
 
 def _generation(config: Config, prompt_tokens: int) -> int:
-    """Return the most bytes that a transformers engine holds beside weights, in rollouts or in evaluations."""
+    """Return the most bytes that a transformers engine holds beside weights, in rollouts or in evaluations.
+
+    It is 0 without such an engine.
+    """
     paths, evaluation = config.model_paths(), config.evaluation
     policy = paths["policy"]
     writer = paths.get("rollout_model", policy)
@@ -167,7 +171,8 @@ def _generation(config: Config, prompt_tokens: int) -> int:
 def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, prompt_tokens: int) -> int:
     """Return the bytes that a transformers engine holds beside weights in generation; 0 for any other engine.
 
-    These are the cache, the responses with their log-probs, and the distributions of one step.
+    These are the cache, the responses with their log-probs, and the distributions of one step. `path` is that of the
+    model, and `requests` the number of all responses, of which the engine generates at most `max_num_seqs` at once.
     """
     if not isinstance(settings, TransformersEngineConfig):
         return 0

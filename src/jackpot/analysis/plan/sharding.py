@@ -217,6 +217,8 @@ def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
 def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
     """Return the fewest GPUs on which one engine holds its weights and the longest sequence; 0: no number suffices.
 
+    Only vLLM spreads an engine over several GPUs; for any other engine the result is 1, whether it fits or not.
+
     Args:
         engine: needs of the engine.
         gpu: data sheet of the GPUs.
