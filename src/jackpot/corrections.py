@@ -134,9 +134,10 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
 
 
 def _kappa_timing(settings: PolicyCorrection) -> Kappa:
-    """Return when in an optimizer step a correction needs kappa, OBRS's factor on Z: none, prepass or auto.
+    """Return when in an optimizer step a correction needs kappa, OBRS's factor on Z.
 
-    `CorrectionFn.kappa` explains the values.
+    "none": never; "prepass": before the first backward pass; "auto": before it if that costs no forward pass, else
+    afterwards, when the gradient is repaired (`CorrectionFn.kappa`).
     """
     if not isinstance(settings, ZCorrection):
         return "none"

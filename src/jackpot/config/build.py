@@ -145,6 +145,7 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
 
         if isinstance(block, Mapping) and _class_key(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
+            # All settings of the other block but those that the mark excludes; the block's own win over them.
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
             filled = merge(inherited, block)
             settings = merge(settings, nest(key, filled))
@@ -206,14 +207,15 @@ def keys_of(kind: type[BaseModel]) -> list[str]:
 def similar_settings(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three known keys that a mistyped `key` may mean.
 
-    First comes the setting that other trainers call by this name, then those whose key ends in the same name. Of these
-    the settings of the objective, the policy and the sampling come first: `lam` means OBRS's before the critic's.
+    First comes the setting that other trainers call by this name. Then come the settings whose own name is the same:
+    one outside of all blocks, those in the blocks that are usually meant, and the rest; `lam` is OBRS's before the
+    critic's.
     """
     name = key.rpartition(".")[2]
     translated = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
     same_name = [known_key for known_key in known if known_key.rpartition(".")[2] == name]
 
-    # A setting outside of all blocks comes first, then those in the usual blocks.
+    # A setting outside of all blocks comes first, then those in the usual blocks: False sorts before True.
     usual_blocks = ("objective.", "policy.", "sampling.")
     same_name.sort(key=lambda known_key: (known_key != name, not known_key.startswith(usual_blocks)))
     return list(dict.fromkeys([*translated, *same_name]))[:3]

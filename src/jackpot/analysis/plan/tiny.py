@@ -253,12 +253,17 @@ def replaced_models(config: Config) -> ReplacedModels:
     paths = dict.fromkeys(_model_paths(config).values())
     if all(map(_stays, paths)):
         return ReplacedModels(configs={}, tokenizer=config.policy.path)
+    # Without the policy's own tokenizer on this disk, the small models get one whose tokens are bytes.
     tokenizer = config.policy.path if own_tokenizer(config.policy.path) else BYTES
     return ReplacedModels(configs={path: load_config(path) for path in paths}, tokenizer=tokenizer)
 
 
 def _stays(path: str) -> bool:
-    """Return whether a model is small enough to stay: one of Jackpot's starters, or a small model in a local folder."""
+    """Return whether a model is small enough to stay: one of Jackpot's starters, or a small model in a local folder.
+
+    Raises:
+        ModelError: the model is no starter, and its config is not found.
+    """
     if path.startswith(STARTER_PREFIX):
         return True
     try:
@@ -324,7 +329,7 @@ def _write_data(path: Path, data: DataConfig, index: int) -> str:
         data = data.model_copy(update={"source": HUB + data.source})  # not a file here, so on the hub
 
     source = find_source(data, "train" if path.parent.name.startswith("train") else "test")
-    rows: Iterable[Mapping[str, Any]] = synthetic_rows(index * PROBLEMS, PROBLEMS)
+    rows: Iterable[Mapping[str, Any]] = synthetic_rows(first=index * PROBLEMS, count=PROBLEMS)
     if source.is_local:
         answered = (row for row in source.rows() if row.answers)
         rows = [

@@ -118,7 +118,7 @@ def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[i
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            table = read_columns(file, writer and list(writer.columns), rows)
+            table = read_columns(file, writer and list(writer.columns), rows)  # all columns without a writer
             if writer is None:
                 pq.write_table(table, partial, compression="zstd")  # with the schema version and the run's settings
             else:

@@ -71,7 +71,7 @@ class ColumnPairs:
         return "; ".join(filter(None, texts))
 
     def _shifted(self) -> str | None:
-        """Return a sentence if a column is shifted by one token against the other, else None.
+        """Return a sentence if a column is shifted by one token, or if one model's columns are unrelated; else None.
 
         The log-probs of a shifted column correlate with the other column at the next token. The token ids tell which of
         the two columns is wrong, since a log-prob depends on its token.

@@ -57,7 +57,11 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _read(name: str) -> tuple[Path, dict[str, Any]]:
-    """Read the file of a recipe; return its path and its content, a mapping of settings."""
+    """Read the file of a recipe; return its path and its content, a mapping of settings.
+
+    Raises:
+        ConfigError: no such recipe or file, or a file that is not a YAML mapping.
+    """
     is_path = name.endswith((".yaml", ".yml"))
     path = Path(name) if is_path else Path(__file__).parent / f"{name}.yaml"
 
