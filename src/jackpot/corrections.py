@@ -116,7 +116,11 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
 
 
 def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> CorrectionFn:
-    """Construct the user's own correction: an instance of a class, or the correction that a formula defines."""
+    """Construct the user's own correction: an instance of a class, or the correction that a formula defines.
+
+    Raises:
+        ConfigError: the class or formula does not take these settings.
+    """
     is_class = isinstance(correction, type)
 
     try:  # bind the arguments without a call, so that a wrong setting is reported before the user's code runs

@@ -82,7 +82,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
     return [
         GpusConfig.model_validate({"kind": kind, "count": count})
         for kind, count in dict.fromkeys(counts)
-        if count and all(degree(engine, GPUS[kind], 1) for engine in engines)
+        if count and all(degree(engine, GPUS[kind], gpus=1) for engine in engines)
     ]
 
 

@@ -70,8 +70,8 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
         return None
 
     # Lists are padded with two different ids, so that padding never matches padding.
-    rollout_ids, rollout_top = _sampled_lists(batch, "rollout", -1)
-    policy_ids, policy_top = _sampled_lists(batch, "policy", -2)
+    rollout_ids, rollout_top = _sampled_lists(batch, "rollout", padding=-1)
+    policy_ids, policy_top = _sampled_lists(batch, "policy", padding=-2)
     matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
     in_both = matches.any(-1)
 

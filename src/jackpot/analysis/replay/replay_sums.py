@@ -44,7 +44,10 @@ class ReplayedCorrection:
 
     @property
     def sampled_tv_after_correction(self) -> float:
-        """Return the total variation after the correction, from sampled tokens; 1 if all tokens get weight 0."""
+        """Return the total variation between the updated policy and the tokens as the correction weights them.
+
+        It is estimated from the sampled tokens; 1 if all tokens get weight 0.
+        """
         variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
         return float(variation / trained) if trained != 0 else 1.0
 

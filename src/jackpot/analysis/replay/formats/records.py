@@ -59,7 +59,7 @@ def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     try:
         with open_foreign(path) as file:
             # A line is read up to a byte beyond the limit only, so that no huge line fills the memory.
-            for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
+            for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), start=1):
                 if len(line) > LARGEST_TEXT:
                     warn(f"{path.name} is left out from line {row} on, which has more than {LARGEST_TEXT:,} bytes")
                     return
