@@ -72,7 +72,7 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
     # Lists are padded with two different ids, so that padding never matches padding.
     rollout_ids, rollout_top = _sampled_lists(batch, "rollout", padding=-1)
     policy_ids, policy_top = _sampled_lists(batch, "policy", padding=-2)
-    matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
+    matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K'], the two lists' lengths
     in_both = matches.any(-1)
 
     # Columns follow the order of the rollout model's list; a token that the policy's list lacks gets an empty column,
