@@ -116,7 +116,11 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
 
 
 def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> CorrectionFn:
-    """Construct the user's own correction: an instance of a class, or the correction that a formula defines."""
+    """Construct the user's own correction: an instance of a class, or the correction that a formula defines.
+
+    Raises:
+        ConfigError: the class or formula does not take these settings.
+    """
     is_class = isinstance(correction, type)
 
     try:  # bind the arguments without a call, so that a wrong setting is reported before the user's code runs
@@ -134,9 +138,10 @@ def _custom(correction: Callable[..., Any], settings: Mapping[str, Any]) -> Corr
 
 
 def _kappa_timing(settings: PolicyCorrection) -> Kappa:
-    """Return when in an optimizer step a correction needs kappa, OBRS's factor on Z: none, prepass or auto.
+    """Return when in an optimizer step a correction needs kappa, OBRS's factor on Z.
 
-    `CorrectionFn.kappa` explains the values.
+    "none": never; "prepass": before the first backward pass; "auto": before it if that costs no forward pass, else
+    afterwards, when the gradient is repaired (`CorrectionFn.kappa`).
     """
     if not isinstance(settings, ZCorrection):
         return "none"

@@ -47,6 +47,7 @@ class BatchConfig(Strict):
         return self.rollouts // (self.mini_batch_size or self.rollouts) * self.ppo_epochs
 
     def conflicts(self) -> Conflicts:
+        """Refuse a batch that does not divide into equal optimizer steps."""
         mini_batch_size = self.mini_batch_size or self.rollouts
         return [
             (
@@ -61,9 +62,9 @@ class BatchConfig(Strict):
 def batches_in_reserve(ahead: int) -> int:
     """Return how many finished batches wait for training when the engines get new weights and begin new batches.
 
-    While the new batches share the engines, the learner trains on the waiting ones. The new ones, which fill up to
-    `ahead`, are never more than those that wait. With a smaller reserve the learner would run out of batches; with a
-    larger one fewer batches would begin together, each time that the engines get new weights.
+    The learner trains on the waiting batches while the engines generate the new ones, which fill up to `ahead`. About
+    half of `ahead` wait, and never fewer than there are new ones. If fewer waited, the learner would run out of
+    batches; if more did, the engines would begin fewer batches together each time that they get new weights.
 
     Args:
         ahead: the setting `batch.ahead`, iterations.

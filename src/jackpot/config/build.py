@@ -73,29 +73,29 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
     """
     merged = dict(settings)
     earlier: list[tuple[tuple[str, ...], Any]] = []  # (parts of the key, value) of all overrides laid so far
-    for key, value in chain.from_iterable(map(_settings, overrides)):
+    for key, value in chain.from_iterable(map(_single_settings, overrides)):
         merged = merge(merged, nest(key, value))
 
         # The merge may have replaced a block, and lost what earlier overrides set in it: set that again.
         for earlier_key, earlier_value in earlier:
             below = earlier_key[len(key) :]  # the earlier setting's key inside the new value
-            if below and earlier_key[: len(key)] == key and not _sets(value, below):
+            if below and earlier_key[: len(key)] == key and not _decides(value, below):
                 merged = merge(merged, nest(earlier_key, earlier_value))
 
         earlier.append((key, value))
     return merged
 
 
-def _settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _single_settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (parts of the key, value) of every setting in an override; a block with a name or source stays whole."""
     if not isinstance(override, Mapping) or not override or _class_key(override):
         yield key, override
         return
     for name, value in override.items():
-        yield from _settings(value, (*key, name))
+        yield from _single_settings(value, (*key, name))
 
 
-def _sets(value: Any, key: Sequence[str]) -> bool:
+def _decides(value: Any, key: Sequence[str]) -> bool:
     """Return whether an override's value for a block also decides the setting `key` inside that block.
 
     A block decides the settings that it contains. A text, which only names the kind of a block, decides none; any other
@@ -141,17 +141,18 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
     """
     marks = {key: mark for key, field in fields_below(kind) for mark in field.metadata if isinstance(mark, Differences)}
     for key, mark in marks.items():
-        block, base = _at(settings, key), _at(settings, mark.key)
+        block, base = _value_at(settings, key), _value_at(settings, mark.key)
 
         if isinstance(block, Mapping) and _class_key(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
+            # All settings of the other block but those that the mark excludes; the block's own win over them.
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
             filled = merge(inherited, block)
             settings = merge(settings, nest(key, filled))
     return settings
 
 
-def _at(settings: Any, key: str) -> Any:
+def _value_at(settings: Any, key: str) -> Any:
     """Return the value at a dotted key; None where the settings have no such key."""
     for name in key.split("."):
         settings = settings.get(name) if isinstance(settings, Mapping) else None
@@ -206,14 +207,15 @@ def keys_of(kind: type[BaseModel]) -> list[str]:
 def similar_settings(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three known keys that a mistyped `key` may mean.
 
-    First comes the setting that other trainers call by this name, then those whose key ends in the same name. Of these
-    the settings of the objective, the policy and the sampling come first: `lam` means OBRS's before the critic's.
+    First comes the setting that other trainers call by this name. Then come the settings whose own name is the same:
+    one outside of all blocks, those in the blocks that are usually meant, and the rest; `lam` is OBRS's before the
+    critic's.
     """
     name = key.rpartition(".")[2]
     translated = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
     same_name = [known_key for known_key in known if known_key.rpartition(".")[2] == name]
 
-    # A setting outside of all blocks comes first, then those in the usual blocks.
+    # A setting outside of all blocks comes first, then those in the usual blocks: False sorts before True.
     usual_blocks = ("objective.", "policy.", "sampling.")
     same_name.sort(key=lambda known_key: (known_key != name, not known_key.startswith(usual_blocks)))
     return list(dict.fromkeys([*translated, *same_name]))[:3]
@@ -277,7 +279,7 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
         if isinstance(members, Mapping) and name in members:
             value = members[name]  # a key of the settings, or an index of a list
         elif index < len(loc) - 1 or not isinstance(value, Mapping) or value.get("name") == name:
-            continue  # no key, so the name by which a union chose a class
+            continue  # not a last name that a block lacks either, so the name by which a union chose a class
         elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
         path.append(str(name))  # also a last name that the settings lack, of a setting that is missing or unknown

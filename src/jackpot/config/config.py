@@ -148,9 +148,9 @@ class RolloutModelConfig(Strict):
         return self.share != 1.0
 
     def conflicts(self) -> Conflicts:
+        """Refuse settings that train a frozen rollout model, and a distillation that its controller cannot weigh."""
         control = self.distill_control
         low, high = (control.low, control.high) if control else (0.0, math.inf)
-
         return [
             (
                 self.lora and self.optimizer is None,
@@ -332,6 +332,7 @@ class Config(Strict):
         return getattr(self.evaluation.engine or self.engine, "draft", None) if self.rollout_model else None
 
     def conflicts(self) -> Conflicts:
+        """Collect the conflicts between blocks of settings, group by group."""
         overlong = self.objective.overlong_buffer
         return [
             *self._conflicts_of_top_k(),
@@ -447,7 +448,6 @@ class Config(Strict):
         """Refuse a frozen policy where nothing else is trained, or where a setting is for training the policy."""
         is_frozen, correction = self.policy.optimizer is None, self.objective.correction.name
         frozen_but = "policy.optimizer is null, so the policy is frozen, but"
-
         return [
             (
                 is_frozen and not (self.rollout_model and self.rollout_model.optimizer),

@@ -76,6 +76,7 @@ class _BandCorrection(Strict):
     high: Bound
 
     def conflicts(self) -> Conflicts:
+        """Refuse a lower bound above the upper one."""
         return [
             (
                 self.low > self.high,
@@ -236,6 +237,7 @@ class OBRSCorrection(ZCorrection):
     mask: Mask = "sampled"
 
     def conflicts(self) -> Conflicts:
+        """Refuse a budget, which chooses lam from whole distributions, beside a lam or top-k lists."""
         return [
             (
                 self.budget and self.lam != LAM,

@@ -115,6 +115,7 @@ class VLLMEngineConfig(_Engine):
     """Run without torch.compile and CUDA graphs; auto: true on a CPU, false on a GPU."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse drafts that vLLM cannot make: of a changing number of tokens, with lam below 1, or quantized."""
         draft = self.draft or DraftConfig()  # the defaults conflict with nothing
 
         return [
@@ -151,6 +152,7 @@ class ServerEngineConfig(_Engine):
     """Time to wait while no server can be reached, seconds; after that the run stops."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse servers on other machines without a folder through which they get weights."""
         far = [url for url in self.urls if not is_loopback(url)]
         return [
             (
@@ -194,6 +196,7 @@ class SGLangServerEngineConfig(ServerEngineConfig):
     name: Literal["sglang_server"] = "sglang_server"
 
     def conflicts(self) -> Conflicts:
+        """Refuse what the base class refuses, and quantization, which sglang_server does not have."""
         return [
             *super().conflicts(),
             (

@@ -44,7 +44,8 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
     values = {key: value for key, value in sorted(all_values.items()) if key not in without}
     known = [*settings("train"), *blocks("train")] if values else []  # only where needed: reading all keys takes long
 
-    # A label whose value has other characters than a name should have, or for which there is no room, is left out.
+    # A label whose value has other characters than a name should have (`_WORD` matches no such value), or for which
+    # there is no room, is left out.
     labels = [_label(key, value, known) for key, value in values.items()]
     plain = [label for label, value in zip(labels, values.values(), strict=True) if _is_number(value) or _WORD(value)]
     fitting = [label for index, label in enumerate(plain) if len("-".join(plain[: index + 1])) <= LONGEST]

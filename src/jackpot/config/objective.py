@@ -67,6 +67,7 @@ class ObjectiveConfig(Strict):
     """Penalty of responses near the length limit; null: none."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse what does not go with the surrogate oapl, or with counting the accepted tokens only."""
         counts_accepted = self.count == "accepted"
         correction, proximal = self.correction.name, self.correction.proximal
         is_oapl = self.surrogate == "oapl"

@@ -42,6 +42,7 @@ class PlacementConfig(Strict):
         return 0 if self.engines == "auto" else self.engines
 
     def conflicts(self) -> Conflicts:
+        """Refuse a number of ranks that nothing starts, and a size of chunks without engine processes to get them."""
         return [
             (
                 self.ranks > 1 and self.launcher == "local",

@@ -69,6 +69,7 @@ class PublishedTable(Strict):
     """Rows of the table or curves of the figure."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse a row that has numbers, but not one for each column."""
         return [
             (
                 len(row.numbers) not in (0, len(self.columns)),

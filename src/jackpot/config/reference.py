@@ -165,10 +165,10 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
         if (base := setting.uses[0].same_as) and name.startswith(f"{setting.key}."):
             return find(base + name.removeprefix(setting.key))
 
-    raise ConfigError(f"unknown setting {key!r}{_near(name, list(known))} jackpot config --all lists all of them")
+    raise ConfigError(f"unknown setting {key!r}{_guesses(name, list(known))} jackpot config --all lists all of them")
 
 
-def _near(key: str, known: Sequence[str]) -> str:
+def _guesses(key: str, known: Sequence[str]) -> str:
     """Say which known keys an unknown key may mean: keys with the same last name, or that are spelled alike."""
     near = similar_settings(key, known) or get_close_matches(key, known, n=5)
     if not near:

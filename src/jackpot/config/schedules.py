@@ -31,6 +31,7 @@ class DistillControlConfig(Strict):
     """Largest weight, which a target that cannot be reached ends at."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse a smallest weight above the largest."""
         return [
             (
                 self.low > self.high,
@@ -54,6 +55,7 @@ class ShareSchedule(Strict):
     """First iteration with the share `end`, of linear and cosine; step takes the one after `hold`."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse an `until` that the schedule does not read, and one that is missing or not after `hold`."""
         return [
             (
                 self.until is not None and self.schedule == "step",

@@ -37,6 +37,7 @@ class ArithmeticConfig(Strict):
     """Largest term of a sum; below 9 there are too few problems to hold some out."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse fewest terms above the most terms."""
         return [
             (
                 self.min_terms > self.max_terms,
@@ -93,6 +94,7 @@ class AnswersConfig(Strict):
     the whole match where it has no group."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse the name regex without a regular expression."""
         is_missing = self.name == "regex" and self.regex is None
         return [
             (
@@ -172,6 +174,7 @@ class RewardConfig(Strict):
     [OPENAI_API_KEY]; it has no keys and tokens without that."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse limits on a reward that is not a function of the user's own."""
         changed = {key for key, field in type(self).model_fields.items() if getattr(self, key) != field.default}
         limits = changed - {"name", "weight"}  # of the given settings, those that only functions of your own have
         return [
@@ -234,6 +237,7 @@ class QuestionConfig(Strict):
     one that took too long. Evaluations have no such limit."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse a reward that is given twice, and rewards that all have weight 0."""
         names = [reward.name for reward in self.rewards]
         twice = sorted({name for name in names if names.count(name) > 1})
         return [

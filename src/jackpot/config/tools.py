@@ -111,6 +111,7 @@ class LearnerConfig(SideConfig):
     temperature."""
 
     def conflicts(self) -> Conflicts:
+        """Refuse autocast with any engine but transformers."""
         return [
             (
                 self.autocast and not isinstance(self.engine, TransformersEngineConfig),

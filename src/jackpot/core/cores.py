@@ -36,7 +36,7 @@ def free_cores() -> int:
     except OSError:  # no /proc
         busy = os.getloadavg()[0]
 
-    return max(1, min(len(cores) - round(busy), _quota()))
+    return max(1, min(len(cores) - round(busy), _container_quota()))
 
 
 def busy_cores(before: str, after: str, cores: Container[int]) -> float:
@@ -60,7 +60,7 @@ def _ticks(stat: str) -> dict[int, list[int]]:
     return {int(name.removeprefix("cpu")): list(map(int, ticks))[_ALL] for name, *ticks in rows}
 
 
-def _quota() -> int:
+def _container_quota() -> int:
     """Return how many whole cores the container of this process may keep busy; 2^31 without a limit."""
     try:
         quota, period = _QUOTA.read_text().split()
@@ -79,7 +79,7 @@ def pick_threads(setting: int | Literal["auto"]) -> int:
     if setting != "auto":
         return setting
 
-    ranks, cores = process_rank().local_size, min(len(_usable_cores()), _quota())
+    ranks, cores = process_rank().local_size, min(len(_usable_cores()), _container_quota())
     full_share = max(1, cores // ranks)  # threads of a rank where no other process runs
     threads = max(1, free_cores() // ranks)
     if threads < full_share:

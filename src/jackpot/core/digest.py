@@ -80,7 +80,7 @@ def weights_digest(named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dty
 def _row_sums(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the weighted sum s_r (see `WeightsDigest`) of each row of 4096 words of a tensor's bytes: [rows] int64.
 
-    The sums are on the tensor's device. An empty tensor has no rows.
+    The tensor is cast to `dtype` first. The sums are on the tensor's device. An empty tensor has no rows.
     """
     keys = _keys(tensor.device)
     rows = _CPU_ROWS if tensor.device.type == "cpu" else _GPU_ROWS

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def whole_file(path: Path) -> Generator[Path]:
-    """Yield a temporary path to write to; rename it to `path` when the block ends, remove it if the block raises.
+    """Yield a temporary path to write to; rename it to `path` after the block, remove it if block or rename fails.
 
     The content is flushed to the disk before the rename, and the name after it: a power failure leaves the whole new
     file, or the file that was there before.
@@ -127,6 +127,8 @@ def checkpoint_error_in(folder: Path) -> Generator[None]:
 
 def hold_lock(path: Path) -> IO[str]:
     """Open the file `path`, lock it until it is closed or this process ends, and write this process's name into it.
+
+    Return the open file.
 
     Some file systems, such as NFS and Lustre, may be without locks. There the process whose name the file holds has a
     lease, which it renews by setting the file's modification time. Another process that finds the file waits

@@ -85,7 +85,7 @@ def _checksum(message: Tensor) -> Tensor:
 def _unpacked(message: Tensor) -> Any:
     """Decode a message whose checksum was cut off, [n] uint8, and return its value."""
     # The JSON is [content, layouts]: the value, in which tensors are indices, and (dtype, shape) of each tensor.
-    size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")
+    size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")  # length of the JSON, bytes
     content, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())
 
     tensors: list[Tensor] = []
@@ -119,6 +119,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
+        # The fields of a dataclass; a class that is none is a named tuple.
         members = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else list(value)
         return {name: [_plain(member, tensors) for member in members]}
 
@@ -149,6 +150,6 @@ def _value(plain: Any, tensors: list[Tensor]) -> Any:
         return tuple(values)
 
     known = _CLASSES[name]
-    if not is_dataclass(known):
+    if not is_dataclass(known):  # a named tuple
         return known(*values)
     return known(**dict(zip((field.name for field in fields(known)), values, strict=True)))

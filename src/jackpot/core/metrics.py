@@ -422,6 +422,7 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
     classes = {name: type(sums[name]) for name in sorted(sums)}
     all_fields = [(how, (name, index)) for name, cls in classes.items() for index, how in enumerate(cls.added_by)]
     by_how = {how: [field for added_by, field in all_fields if added_by == how] for how in _NOTHING}
+    # The numbers of the row are counts and sums, which are added alike, then maxima, then logs of sums.
     return _Layout(
         classes=classes,
         fields=[field for fields in by_how.values() for field in fields],

@@ -34,6 +34,7 @@ def _watch(parent: int, signal_number: int) -> None:
         while os.getppid() == parent:
             time.sleep(_LOOKS)
 
+    # Where this process leads a group, SIGKILL goes to the whole group; any other signal goes to this process alone.
     leads_group = os.getpgid(0) == os.getpid()
     send = os.killpg if leads_group and signal_number == signal.SIGKILL else os.kill
     send(os.getpid(), signal_number)

@@ -37,7 +37,7 @@ def part_like(source: Any, like: Tensor) -> Tensor:
     Raises:
         ValueError: the two have different shapes.
     """
-    # Where this rank's part begins in the whole tensor, and how long it is, in each dimension.
+    # Where this rank's part, a single chunk, begins in the whole tensor, and how long it is, in each dimension.
     (chunk,) = like.__create_chunk_list__() if is_sharded(like) else (None,)
     offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else ([0] * like.dim(), like.shape)
     shape = list(source.shape if isinstance(source, Tensor) else source.get_shape())

@@ -102,7 +102,7 @@ def prompt_lengths(config: Config) -> PromptLengths:
         if not _is_unreachable(config):
             raise
         longest = getattr(config.task, "max_prompt_tokens", None) or LONGEST_PROMPT
-        why = str(error).partition(": ")[0]
+        why = str(error).partition(": ")[0]  # what the error says before its details, which follow a colon
         return PromptLengths(longest=longest, mean=min(longest, MEAN_PROMPT), assumed=why)
 
     lengths = [len(prompt.token_ids) for prompt in prompts]

@@ -61,9 +61,9 @@ def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
 def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
     """Return the GPUs on which a large run can start.
 
-    If the user asked about GPUs, these alone are considered. Else considered are, first, the GPUs that the recipe names
-    or the fewest of a kind on which the run fits, and then the GPUs of this machine. GPUs are left out if the run does
-    not fit, or if an engine needs several GPUs, since every engine gets one, that of the process that trains.
+    These are the GPUs that the user asked about. If the user asked about none, they are the GPUs that the recipe names,
+    or where the run does not fit on those, the fewest of a kind on which it fits; and then the GPUs of this machine.
+    Left out are GPUs on which the run does not fit, or on which an engine needs more than the one that it gets.
 
     Args:
         config: settings of the run.
@@ -77,12 +77,12 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
         fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
         counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 
-    # `degree` is 0 if an engine does not fit on one GPU.
+    # `degree` returns, for a single GPU, 1 if an engine fits on it and 0 if not.
     engines = engine_needs(config, needs.prompts.longest).values()
     return [
         GpusConfig.model_validate({"kind": kind, "count": count})
         for kind, count in dict.fromkeys(counts)
-        if count and all(degree(engine, GPUS[kind], 1) for engine in engines)
+        if count and all(degree(engine, GPUS[kind], gpus=1) for engine in engines)
     ]
 
 

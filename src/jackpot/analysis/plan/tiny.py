@@ -122,7 +122,7 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
             "problems": min(evaluation.problems, PROBLEMS),
             "k": min(evaluation.k, ANSWERS),
             "benchmarks": tuple(
-                {"name": str(_set_file(name, folder)) if _is_data(name) else name}
+                {"name": str(_benchmark_file(name, folder)) if _is_data(name) else name}
                 for name in evaluation.benchmark_names
             ),
             "engine": evaluation.engine and _engine(evaluation.engine),
@@ -213,7 +213,7 @@ def _is_data(benchmark: str) -> bool:
     return benchmark in BENCHMARKS or is_address(benchmark)
 
 
-def _set_file(benchmark: str, folder: Path) -> Path:
+def _benchmark_file(benchmark: str, folder: Path) -> Path:
     """Return the file that holds the few problems which replace a benchmark."""
     return folder / "data" / "benchmarks" / f"{set_name(benchmark)}.jsonl"
 
@@ -251,14 +251,19 @@ def replaced_models(config: Config) -> ReplacedModels:
         ModelError: the config of a model is neither on the disk, nor on the hub, nor in the table of published models.
     """
     paths = dict.fromkeys(_model_paths(config).values())
-    if all(map(_stays, paths)):
+    if all(map(_is_small, paths)):
         return ReplacedModels(configs={}, tokenizer=config.policy.path)
+    # Without the policy's own tokenizer on this disk, the small models get one whose tokens are bytes.
     tokenizer = config.policy.path if own_tokenizer(config.policy.path) else BYTES
     return ReplacedModels(configs={path: load_config(path) for path in paths}, tokenizer=tokenizer)
 
 
-def _stays(path: str) -> bool:
-    """Return whether a model is small enough to stay: one of Jackpot's starters, or a small model in a local folder."""
+def _is_small(path: str) -> bool:
+    """Return whether a model is small enough to stay: one of Jackpot's starters, or a small model in a local folder.
+
+    Raises:
+        ModelError: the model is no starter, and its config is not found.
+    """
     if path.startswith(STARTER_PREFIX):
         return True
     try:
@@ -292,7 +297,7 @@ def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
     # In a benchmark that is a file, columns have the names that they have in the task's test problems.
     file_settings = sets_of(config.task)
     sources = {
-        _set_file(name, folder): DataConfig(source=name)
+        _benchmark_file(name, folder): DataConfig(source=name)
         if name in BENCHMARKS
         else DataConfig(source=name, columns=file_settings.columns, answers=file_settings.answers)
         for name in filter(_is_data, config.evaluation.benchmark_names)
@@ -324,11 +329,11 @@ def _write_data(path: Path, data: DataConfig, index: int) -> str:
         data = data.model_copy(update={"source": HUB + data.source})  # not a file here, so on the hub
 
     source = find_source(data, "train" if path.parent.name.startswith("train") else "test")
-    rows: Iterable[Mapping[str, Any]] = synthetic_rows(index * PROBLEMS, PROBLEMS)
+    rows: Iterable[Mapping[str, Any]] = synthetic_rows(first=index * PROBLEMS, count=PROBLEMS)
     if source.is_local:
         answered = (row for row in source.rows() if row.answers)
         rows = [
-            {"id": row.uid, "problem": _cut(row.problem), "answer": row.answers} for row in islice(answered, PROBLEMS)
+            {"id": row.uid, "problem": _short(row.problem), "answer": row.answers} for row in islice(answered, PROBLEMS)
         ]
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,7 +341,7 @@ def _write_data(path: Path, data: DataConfig, index: int) -> str:
     return f"{name}: {'the first' if source.is_local else 'made up in place of the'} problems of {source.name}"
 
 
-def _cut(problem: Problem) -> str | list[dict[str, str]]:
+def _short(problem: Problem) -> str | list[dict[str, str]]:
     """Cut a problem, a text or chat messages, to at most `PROBLEM_BYTES` in all."""
     if isinstance(problem, str):
         return _first_bytes(problem, PROBLEM_BYTES)

@@ -115,7 +115,8 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
     """Return the factor for the output layer's rows of answer tokens, so that random responses hold answers often.
 
     A logit of a random model has the standard deviation s = initializer_range * sqrt(hidden_size), so the mean of its
-    exponential is exp(s^2 / 2). With the factor, all answers together have about a tenth of the probability.
+    exponential is exp(s^2 / 2). With the factor, all answers together have about a tenth of the probability. Of the
+    `num_tokens` tokens, the first `plain_tokens` are the tokenizer's own, and the others are the answers.
     """
     # The exponential of an answer's logit must have the mean `gain` = exp((factor s)^2 / 2); for a plain token the
     # mean is about 1. The factor follows from `gain`.

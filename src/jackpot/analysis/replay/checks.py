@@ -66,8 +66,8 @@ def _mean_is_not_1(run: Sums) -> str | None:
     """
     # With a heavy tail of ratios the mean depends on a few tokens, and is no reliable check.
     ratio = Mean.named(run, "sampled_only_ratio")
-    is_reliable = ratio_quantile(run, "sampled_only_log_ratio", 0.99) < LARGEST_TAIL_RATIO
-    if ratio.count == 0 or not is_reliable or not _is_off(ratio, 1.0):
+    is_reliable = ratio_quantile(run, "sampled_only_log_ratio", share=0.99) < LARGEST_TAIL_RATIO
+    if ratio.count == 0 or not is_reliable or not _is_off(ratio, expected=1.0):
         return None
 
     return (
@@ -84,12 +84,12 @@ def _lists_do_not_fit(run: Sums) -> str | None:
     """
     # Both means are 0 if lists and log-probs are of one distribution, and the rollout model can sample every token.
     unreachable, gap = Mean.named(run, "unreachable"), Mean.named(run, "acceptance_minus_z")
-    if _is_off(unreachable, 0.0):
+    if _is_off(unreachable, expected=0.0):
         return (
             f"{float(unreachable.value):.1%} of the policy's probability is on tokens that the rollout model "
             f"could not sample, by its own lists. {_LOOK_FOR} No correction brings back tokens that are never sampled"
         )
-    if _is_off(gap, 0.0):
+    if _is_off(gap, expected=0.0):
         return (
             f"of 100 sampled tokens {100.0 * float(gap.value):+.1f} more overlap than the top-k lists allow, so the "
             f"lists and the log-probs of the sampled tokens are not of one distribution. {_LOOK_FOR}"

@@ -70,9 +70,9 @@ def saved_distributions(batch: ResponseBatch) -> StateDistributions | None:
         return None
 
     # Lists are padded with two different ids, so that padding never matches padding.
-    rollout_ids, rollout_top = _sampled_lists(batch, "rollout", -1)
-    policy_ids, policy_top = _sampled_lists(batch, "policy", -2)
-    matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K']
+    rollout_ids, rollout_top = _sampled_lists(batch, "rollout", padding=-1)
+    policy_ids, policy_top = _sampled_lists(batch, "policy", padding=-2)
+    matches = rollout_ids.unsqueeze(-1) == policy_ids.unsqueeze(-2)  # [N, K, K'], the two lists' lengths
     in_both = matches.any(-1)
 
     # Columns follow the order of the rollout model's list; a token that the policy's list lacks gets an empty column,
@@ -116,8 +116,8 @@ def _with_rest(log_probs: Tensor) -> Tensor:
 def _old(batch: ResponseBatch, rollout: Tensor, new: Tensor) -> Tensor | None:
     """Return log p_old, [N, M], if p_old equals p_new or p_inf, else None, since no list holds p_old itself.
 
-    No list holds p_old. Before the first step on a batch it is p_new, and where the policy itself sampled the batch it
-    is p_inf; the log-probs of sampled tokens show whether they are equal.
+    It equals p_new before the first step on a batch, and p_inf where the policy itself sampled the batch. Two count
+    as equal if their log-probs differ by less than EQUAL at every sampled token.
     """
     if (batch.old - batch.new).abs().max() < EQUAL:
         return new

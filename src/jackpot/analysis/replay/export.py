@@ -77,7 +77,7 @@ def export_rollouts(
     written: list[RolloutFile] = []
     for file in chosen:
         try:
-            rows = None if sample is None else _rows_of(file, sample)
+            rows = None if sample is None else _rows_with_uid(file, sample)
             if rows is None or rows:  # else the file has no response with the uid `sample`
                 written.append(_write(WRITABLE.get(name), file, out, rows))
         except UnreadableRollouts as error:
@@ -99,7 +99,7 @@ def export_rollouts(
     )
 
 
-def _rows_of(file: RolloutFile, sample: str) -> list[int]:
+def _rows_with_uid(file: RolloutFile, sample: str) -> list[int]:
     """Return the indices of the rows of a saved iteration whose uid is `sample`."""
     uids = read_columns(file, ["uid"])["uid"].to_pylist()
     return [row for row, uid in enumerate(uids) if uid == sample]
@@ -118,7 +118,7 @@ def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[i
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            table = read_columns(file, writer and list(writer.columns), rows)
+            table = read_columns(file, writer and list(writer.columns), rows)  # all columns without a writer
             if writer is None:
                 pq.write_table(table, partial, compression="zstd")  # with the schema version and the run's settings
             else:

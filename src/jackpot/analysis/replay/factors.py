@@ -157,10 +157,10 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
     # Corrections whose weight is rho of the token times a factor of the tokens before: their product of rho (`prefix`)
     # or their smallest rho (`min_prefix`). The mean of rho is 1, so h is that factor.
     if setting.name == "prefix":
-        return _before(correction.weights)  # 0 behind a rejected prefix
+        return _of_token_before(correction.weights)  # 0 behind a rejected prefix
     if setting.name == "min_prefix":
         lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values  # up to each token
-        return _before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
+        return _of_token_before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
     # Corrections that weigh the whole response: the ratios of the token and of those after it average to 1.
     if setting.name in ("seq_tis", "seq_mask"):
         return prefix_ratio(log_ratio)
@@ -176,7 +176,7 @@ def prefix_ratio(log_ratio: Tensor) -> Tensor:
     return (log_ratio.cumsum(-1) - log_ratio).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def _before(values: Tensor) -> Tensor:
+def _of_token_before(values: Tensor) -> Tensor:
     """Shift values [B, T] by one token: each token gets the value of the token before, and the first token 1."""
     return pad(values[:, :-1], (1, 0), value=1.0)
 

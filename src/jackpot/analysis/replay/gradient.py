@@ -73,7 +73,7 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     """Compute the fields of `CorrectionResult` that are exact sums over states; empty without a state.
 
     - `exact_effective` is the effective sample size of the weighted tokens, as a share of their number.
-    - `tv_after_correction` is the total variation that the correction leaves.
+    - `tv_after_correction` is the total variation between p_new and the distribution that the correction trains on.
     - `bias` is 0 for the exact direction and 1 for an orthogonal one. A common factor, which a learning rate offsets,
       is no bias.
     - `variance` is a multiple of the variance of responses that the updated policy samples itself.

@@ -71,7 +71,7 @@ class ColumnPairs:
         return "; ".join(filter(None, texts))
 
     def _shifted(self) -> str | None:
-        """Return a sentence if a column is shifted by one token against the other, else None.
+        """Return a sentence if a column is shifted by one token, or if one model's columns are unrelated; else None.
 
         The log-probs of a shifted column correlate with the other column at the next token. The token ids tell which of
         the two columns is wrong, since a log-prob depends on its token.
@@ -191,7 +191,7 @@ def _rounding_text(name: str, column: Tensor) -> str:
             # The grid's spacing at a value is eps times the greatest power of 2 that is not above the value's size.
             spacings = torch.finfo(dtype).eps * 2.0 ** (values.frexp().exponent - 1)
             # Rounding to a spacing u changes a log-prob by u / 4 on average, and a log-prob of 0, which is not among
-            # `values`, not at all. Half of the mean change over the column is total variation.
+            # `values`, not at all. Half of the mean change over the column is the total variation from exact log-probs.
             variation = float(spacings.sum() / len(column)) / 8.0
             return f"{name} is rounded to {grid}, which alone makes {variation:.2%} total variation"
     return ""

@@ -120,6 +120,7 @@ class _Reading:
     """
 
     def __init__(self, dump: DumpFormat, files: Sequence[Path], config: Config | None, needs_policy: bool) -> None:
+        """Set all counts to 0; nothing is read before `responses`."""
         self._dump, self._files, self._needs_policy = dump, files, needs_policy
         # Of a run in which both models generate, only the rollout model's responses are replayed. `writers` has the
         # roles of the models that generated rollouts.
@@ -133,7 +134,11 @@ class _Reading:
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
 
     def responses(self, every: int) -> Iterator[SavedResponse]:
-        """Yield one of `every` responses if it can be replayed and, in a run of both models, is the rollout model's."""
+        """Yield those responses that can be replayed, of the first one and each `every`-th one after it.
+
+        Left out, and counted, are responses without a sampled token and, where both models generated, the policy's.
+        Responses that lack the policy's log-probs where these are needed are left out with a warning.
+        """
         responses = read_files(self._dump, self._files, self._warn)
 
         for response in islice(responses, 0, None, every):
@@ -186,7 +191,10 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the rollout model's costs relative to the policy's, or None and sentences on the advice left out."""
+    """Return the rollout model's costs relative to the policy's, and sentences on the advice that lacks them.
+
+    Without a run's settings this is (None, []); where a run's costs cannot be used, None and one sentence.
+    """
     if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
         return None, [
             "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "

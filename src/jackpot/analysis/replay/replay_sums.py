@@ -44,7 +44,10 @@ class ReplayedCorrection:
 
     @property
     def sampled_tv_after_correction(self) -> float:
-        """Return the total variation after the correction, from sampled tokens; 1 if all tokens get weight 0."""
+        """Return the total variation between the updated policy and the tokens as the correction weights them.
+
+        It is estimated from the sampled tokens; 1 if all tokens get weight 0.
+        """
         variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
         return float(variation / trained) if trained != 0 else 1.0
 
@@ -128,7 +131,7 @@ class ReplaySums:
         # For `not_finite`: one sum over all numbers of a correction, which is finite only if all of them are.
         totals = {candidate.label: float(candidate.groups.sum()) for candidate in candidates if candidate.advisable}
         problem = problem or not_finite(self.run, totals) or why_not(self.run)
-        advice = judge(candidates, self._measured_on(weights, candidates), costs, problem)
+        advice = judge(candidates, self._judged_text(weights, candidates), costs, problem)
 
         # Add two remarks that `judge` does not make: that log-probs are rounded, as a line of its own; and that few
         # responses are effective, at the end of the line that `judge` labels "After" and the name of a correction.
@@ -137,7 +140,7 @@ class ReplaySums:
             lines[label] = text + (few_sequences(self.run) if label.startswith("After") else "")
         return replace(advice, lines=lines)
 
-    def _measured_on(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
+    def _judged_text(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
         tokens = COLUMNS.index("tokens")
@@ -149,7 +152,7 @@ class ReplaySums:
     def _group(self, response: SavedResponse) -> int:
         """Return the index, below GROUPS, of the group of prompts that a response's prompt is in.
 
-        New prompts are assigned to the groups in turn.
+        New prompts are assigned to the groups in turn. A prompt is new if it is not that of the response before.
         """
         prompt = response.uid if response.prompt_ids is None else tuple(response.prompt_ids.tolist())
         self._prompts += prompt != self._newest_prompt  # 1 more if the prompt is new
@@ -201,7 +204,7 @@ class ReplaySums:
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
-        """Build the inputs of a correction for a batch; None if the correction needs a Z that is not known."""
+        """Build a correction's inputs for a batch; return None, and note it as left out, if it reads an unknown Z."""
         correction = setting.objective.correction
         z = z_of(lists, batch, correction.lam, setting.objective.target)
         if z is None and "z" in correction.reads:
@@ -238,17 +241,17 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
 
 
 def _state_values(setting: CorrectionSetting, states: StateDistributions, totals: Sums) -> StateValues | None:
-    """Compute a correction's effect in N states from both models' distributions; None if it reads more than these.
+    """Compute a correction's effect in each state of `states` from both models' distributions there.
 
-    A state is the context of one sampled token. More is read by corrections of whole responses, and by those that read
-    p_old where it is not known.
+    A state is the context of one sampled token. Return None for a correction that these distributions do not determine:
+    one that weighs whole responses, or one that reads p_old where p_old is not known.
     """
     objective = setting.objective
     reads_old = "old" in (objective.target, objective.proximal)
     if setting.weighs_whole_responses or (states.old is None and reads_old):
         return None
 
-    # Ones stand for a Z, and p_new for a p_old, that is not known: this correction does not read it.
+    # Where Z is not known, ones stand for it, and where p_old is not, p_new: the correction does not read either then.
     z = states.z(objective.correction.lam, objective.target)
     z = torch.ones_like(states.new[:, 0]) if z is None else z
     old = states.new if states.old is None else states.old

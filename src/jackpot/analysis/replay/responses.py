@@ -180,9 +180,10 @@ def _above_0(values: Tensor) -> str:
 
 
 def _check_lists(lists: Mapping[str, Tensor | None], mask: Tensor, where: str) -> None:
-    """Refuse top-k lists that name a token twice, or whose probabilities sum to more than 1. Raises DamagedRecord.
+    """Refuse a model's top-k lists whose ids and log-probs do not belong together, by a DamagedRecord.
 
-    The acceptance Z of OBRS cannot be computed from such lists. Entries of probability 0 may pad a list that is longer
+    At tokens of `mask`, the sampled ones, also refuse lists that name a token twice or hold more than all probability,
+    as the acceptance Z of OBRS cannot be computed from them. Entries of probability 0 may pad a list that is longer
     than the vocabulary.
     """
     for model in ("rollout", "policy"):

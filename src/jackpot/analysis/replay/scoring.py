@@ -42,13 +42,13 @@ class PolicyScorer:
         Raises:
             DataError: a response without a prompt, or with token ids that the model does not have.
         """
-        pairs = [(self._prompt(response), response) for response in responses]
+        pairs = [(self._checked_prompt(response), response) for response in responses]
         # A pair's numbers of prompt and response tokens decide which pairs share a forward pass.
         batches = pack(pairs, BATCH_TOKENS, lambda pair: (len(pair[0]), len(pair[1].token_ids)))
         return [scored for batch in batches for scored in self._score(batch)]
 
-    def _prompt(self, response: SavedResponse) -> list[int]:
-        """Return the token ids of a response's prompt, and refuse a response that the model cannot score."""
+    def _checked_prompt(self, response: SavedResponse) -> list[int]:
+        """Return the token ids of a response's prompt; raise DataError for a response that the model cannot score."""
         if response.prompt_ids is None or not len(response.prompt_ids):
             raise DataError(
                 f"{response.where} has no prompt_ids, which a model needs to score the response {response.uid}; "

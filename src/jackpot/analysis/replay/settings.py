@@ -89,7 +89,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
 def _setting(name: str, changes: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
     """Build the setting of a correction from the changes of its defaults and the run's surrogate and clips.
 
-    Without a run, surrogate and clips are those of PPO.
+    Without a run, surrogate and clips are those of PPO. `is_own` says whether the correction is the run's own.
     """
     base = config.objective if config else ObjectiveConfig()
     surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl multiplies no advantage by a factor

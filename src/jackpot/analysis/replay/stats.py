@@ -67,7 +67,7 @@ class SampledColumns(NamedTuple):
 
     factor: Tensor  # E F, the mean of F over the random mask of accepted tokens
     square: Tensor  # E F^2, over the same mask
-    wrong: Tensor  # F_s times the total variation that the correction leaves
+    wrong: Tensor  # F_s times the total variation that the correction leaves between its weights and p_new
     trained: Tensor  # E F, averaged over both signs of the advantage: what one token says of F_s
 
     @classmethod
@@ -117,7 +117,7 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
 
     Args:
         factors: the correction's factors, [B, T] each.
-        wrong: [B, T] the column `wrong` of `SampledColumns`.
+        wrong: [B, T] the column `wrong` of `SampledColumns`: what remains of the total variation, times F_s.
         mask: [B, T] bool, True at sampled tokens.
         bands: [B, T] masks of bands by name, for the rejected share in each band.
     """

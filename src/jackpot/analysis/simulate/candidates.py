@@ -103,6 +103,7 @@ class PairBench:
         split: Split = "test",
         listen: Callable[[float], None] = lambda _: None,
     ) -> None:
+        """Load the tokenizer, the task and the prompts, but no weights; the class explains arguments and errors."""
         if config.sampling.truncated:
             raise ConfigError(
                 f"the engine would sample with top_p {config.sampling.top_p} and top_k {config.sampling.top_k}, but "
@@ -297,6 +298,7 @@ def _state_means(numbers: StateNumbers) -> dict[str, Any]:
     """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]  # at lam = 1
     # Means over states of the six moments of `weight_moments`: of TIS t and t^2, of OBRS e, a w^2 and e^2, then t e.
+    # Without caps the mean of t is 1 and that of e is Z, the acceptance; a cut is the share of it that a cap takes.
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
     return {

@@ -41,7 +41,11 @@ def recipe_files(name: str) -> list[Path]:
 
 
 def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
-    """Return (path, content) of a recipe's file, then of the file of its base, of the base of that, and so on."""
+    """Return (path, content) of a recipe's file, then of the file of its base, of the base of that, and so on.
+
+    Raises:
+        ConfigError: one of the files cannot be read, or the bases lead in a circle.
+    """
     names, chain = [name], [_read(name)]
     while base := chain[-1][1].get("base"):  # in the content of the last file
         if base in names:
@@ -57,7 +61,11 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _read(name: str) -> tuple[Path, dict[str, Any]]:
-    """Read the file of a recipe; return its path and its content, a mapping of settings."""
+    """Read the file of a recipe; return its path and its content, a mapping of settings.
+
+    Raises:
+        ConfigError: no such recipe or file, or a file that is not a YAML mapping.
+    """
     is_path = name.endswith((".yaml", ".yml"))
     path = Path(name) if is_path else Path(__file__).parent / f"{name}.yaml"
 

@@ -45,7 +45,10 @@ class DumpFormat:
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:
-        """Tell whether a file is of this format, by the file's columns; warn of a damaged file."""
+        """Tell whether a file is of this format by its columns, or those of its first record; warn of a damaged file.
+
+        A format without `marks` recognizes every file, unread.
+        """
         if not self.marks:
             return True
         if path.suffix == ".parquet":

@@ -59,7 +59,8 @@ def translate(record: DumpRecord, names: Columns) -> dict[str, Any]:
         raise DamagedRecord(f"its columns have {len(sampled):,} entries, there are {len(ids):,} {names.ids}")
     present = _present(record, names, len(ids))
 
-    # The response is the tokens from index `begin` to before `end`, without padding.
+    # The response is the tokens from index `begin` to before `end`, without padding. Where no column says where it
+    # begins (`begins_sampled`) or ends (`ends_sampled`, without `present`), its first or last sampled token does.
     sampled_at = sampled.nonzero().flatten() + first
     begin, end = first, len(ids)
     if names.begins_sampled:
@@ -123,7 +124,10 @@ def _as_floats(values: Any) -> Tensor:
 
 
 def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
-    """Return a mask of the last `length` tokens, False at padding, [length], from attention masks; None without any."""
+    """Return a mask of the last `length` tokens, False at padding, [length], from attention masks; None without any.
+
+    Several masks, such as of prompt and of response, are joined. Raises DamagedRecord if their length does not fit.
+    """
     masks = [torch.as_tensor(record[theirs]) for theirs in names.present if record.get(theirs) is not None]
     if not masks:
         return None

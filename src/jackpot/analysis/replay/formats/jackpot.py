@@ -41,6 +41,7 @@ def config_of(path: Path) -> Config:
 
     file = files(path)[0]
     open_rollout_file(file)  # raises if the file is damaged or of another schema version
+    # `check_foreign` returns the file's path, or raises for a file that is no regular one.
     return build_config(parse_json(pq.read_schema(check_foreign(file)).metadata[b"config"]))
 
 

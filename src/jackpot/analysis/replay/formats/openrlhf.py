@@ -25,7 +25,7 @@ def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     content = torch_file(path, warn)
     candidates = content if isinstance(content, list) else [content]
     experiences = [candidate for candidate in candidates if isinstance(candidate, dict)]
-    if content is not None and not experiences:
+    if content is not None and not experiences:  # None: a damaged file, of which `torch_file` warns
         warn(f"{path.name} has no experiences and is left out")
 
     yield from enumerate(row for experience in experiences for row in batch_rows(experience))

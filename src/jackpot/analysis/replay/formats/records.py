@@ -55,11 +55,11 @@ def matching(path: Path, pattern: str) -> list[Path]:
 
 
 def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
-    """Yield (row, record) of every line that is a JSON object, from row 1, and warn of all other lines."""
+    """Yield (row, record) of every line that is a JSON object, from row 1; skip blank lines, and warn of all others."""
     try:
         with open_foreign(path) as file:
             # A line is read up to a byte beyond the limit only, so that no huge line fills the memory.
-            for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), 1):
+            for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), start=1):
                 if len(line) > LARGEST_TEXT:
                     warn(f"{path.name} is left out from line {row} on, which has more than {LARGEST_TEXT:,} bytes")
                     return
@@ -80,7 +80,7 @@ def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
 def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -> Iterator[tuple[int, DumpRecord]]:
     """Yield (index, record) of every row, and warn of rows that are damaged or too large.
 
-    A few rows are in memory at a time.
+    A few rows are in memory at a time. Where the file cannot be read on, warn and end.
 
     Args:
         path: the parquet file.
