@@ -193,7 +193,7 @@ class HeadOperands:
             grads.bias[self._columns] += grad.sum(0, dtype=self.dtype)
         if grads.hidden is not None:
             self._add(grads.hidden[rows], grad, self._rows_of_weight)
-        if grads.tile is not None:
+        if grads.tile is not None:  # d weight of the selected tokens
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, a: Tensor, b: Tensor) -> None:

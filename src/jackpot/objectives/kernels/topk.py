@@ -52,8 +52,10 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
 def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Return the candidates for the k largest numbers of each row: k blocks, and the columns after the whole blocks.
 
+    The k blocks with the largest maxima are enough: any other number is at most these k maxima.
+
     Returns:
-        The numbers [N, M] of the candidates, and the indices of their blocks [N, ceil(M / BLOCK)], for `_ids`.
+        The numbers [N, M] of the M candidates, and the indices of their blocks [N, ceil(M / BLOCK)], for `_ids`.
     """
     n, num_whole = len(values), values.shape[1] // BLOCK  # rows, and whole blocks of a row
     block_indices = maxima[:, :num_whole].topk(k, dim=-1, sorted=False).indices
@@ -115,7 +117,7 @@ class RunningTopK:
             return
 
         # The candidates of this piece: its largest numbers, or the blocks that hold them. `ids_at` converts columns of
-        # the candidates to columns of the piece.
+        # the candidates to columns of the piece. Blocks are used only where they are fewer numbers than the piece has.
         if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
             candidates, block_indices = _candidates(values, self._k, maxima)  # the merge below sorts the candidates
             ids_at = partial(_ids, block_indices)

@@ -188,6 +188,7 @@ class HostPeer(Peer):
     weights: NewestWeights | None
 
     def __init__(self, name: str, link: Link) -> None:
+        """Describe the host at the other end of `link`; nothing is sent before the first `sync`."""
         super().__init__(name, capacity=1)
         self._link = link
         self._weight_names: dict[str, str] = {}  # name of the weights that each engine of the host holds
@@ -201,8 +202,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # While engines sleep, a lost host is closed and counts as restarted, unless it can still be reached and lost no
-        # more than its weights (PeerRestarted).
+        # While engines sleep (`is_resting`), a lost host is closed and counts as restarted, unless it can still be reached
+        # and lost no more than its weights (PeerRestarted).
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -256,7 +257,7 @@ class HostPeer(Peer):
         message = {"do": "take", "engine": engine, "name": weights.name, "version": list(weights.version)}
         memory = weights.memory
 
-        if memory is None:
+        if memory is None:  # `weights` stands for a sleep
             await self._ask(message | {"do": "sleep"})
             self._weight_names[engine] = weights.name
             return
@@ -273,7 +274,12 @@ class HostPeer(Peer):
             )
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message to the host and return the answer; raise PeerLost or EngineError if the host says so."""
+        """Send a message to the host and return the answer.
+
+        Raises:
+            PeerLost: no answer came, it is damaged, or it has the entry `lost`.
+            EngineError: the answer has the entry `refused`.
+        """
         try:
             answer = unpack(await self._link.ask(pack(message)))
         except MessageError as error:
@@ -391,6 +397,9 @@ class EnginePool:
 
         Args:
             dtype: dtype that the weights are cast to; None: each keeps its dtype.
+
+        Raises:
+            EngineError: there is no room for the weights.
         """
         try:
             memory = SharedWeights(weights, dtype)
@@ -471,6 +480,7 @@ class PooledEngine(BackgroundEngine):
         return PeerRequest(message=message, parse=lambda answer: _parse_generated(chunk, answer))
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Return log-probs as `Engine.score` says, which the hosts compute chunk by chunk."""
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}

@@ -82,6 +82,7 @@ class QueuedEngine(Engine):
     _capabilities: Capabilities
 
     def __init__(self, version: Version) -> None:
+        """Start without requests in flight; `version` is that of the weights that the engine holds."""
         self._version = version
         self._in_flight = InFlightRequests()
         self._events: list[dict[str, Any]] = []  # events since the last `take_events`

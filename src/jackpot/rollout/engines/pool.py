@@ -235,7 +235,11 @@ class Pool(Generic[AnyPeer]):
         await self._until_synced()
 
     async def _until_synced(self) -> None:
-        """Wait until each peer holds the newest weights or is lost, and at least one holds them."""
+        """Wait until each peer holds the newest weights or is lost, and at least one holds them.
+
+        Raises:
+            EngineError: the pool has failed.
+        """
         while self.failure is None:
             behind = [peer for peer in self.peers if peer.weights is not self.newest]
             is_any_synced = len(behind) < len(self.peers)
@@ -294,7 +298,10 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     async def _serve(self, peer: AnyPeer) -> None:
-        """Bring a peer to the newest weights and give it requests, again and again until the pool is closed."""
+        """Bring a peer to the newest weights and give it requests, again and again until the pool is closed.
+
+        A lost peer is tried again after a while; any other error fails the pool.
+        """
         try:
             while True:
                 was_lost, newest = peer.is_lost, self.newest

@@ -80,7 +80,11 @@ class ProcessLink(Link):
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
-        """Start a new process in place of the old one, if there is one, and send it the setup."""
+        """Start a new process in place of the old one, if there is one, and send it the setup.
+
+        Raises:
+            PeerLost: the process cannot be started, or does not take the setup.
+        """
         await self.close()
         near_end, far_end = socket.socketpair()
         try:

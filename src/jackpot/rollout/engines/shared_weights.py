@@ -80,7 +80,10 @@ class SharedWeights:
             memory[first:last].view(dtype or tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     def _open(self) -> int:
-        """Open a new file, set `path`, and return the file's descriptor."""
+        """Open a new file, set `path`, and return the file's descriptor.
+
+        Where the system has no memory files (`memfd_create`), it is a temporary file, deleted with this object.
+        """
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("jackpot-weights", os.MFD_CLOEXEC)
             self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")

@@ -210,6 +210,7 @@ class ServerEngine(BackgroundEngine):
             max_model_len=min(info.max_model_len for info in infos),
             quantized=is_quantized(self._settings) or any(info.quantized for info in infos),
             dtype=self._dtype,
+            # One server on a GPU makes the engine one on a GPU.
             device="cpu" if all(info.device == "cpu" for info in infos) else "cuda",
         )
 

@@ -46,11 +46,11 @@ def make_rollout(
     finish_reason: str,
     version: Version,
 ) -> Rollout:
-    """Return the rollout of a response that a server has generated.
+    """Return the rollout of a response that a server, or vLLM in this process, has generated.
 
     Args:
         ids, log_probs: [T, 1 + K]; in each row the sampled token, then the top tokens, most probable first.
-        finish_reason: the server's word for why the response ended.
+        finish_reason: vLLM's or SGLang's word for why the response ended.
     """
     length = len(token_ids)
     values = torch.from_numpy(log_probs.astype(np.float32))
@@ -84,6 +84,8 @@ def checked_rollout(
     Args:
         rows: for each token of the response, (token, log-prob) of the token and then of the top tokens, as
             `log_prob_row` returns them.
+        max_tokens, stop_token_ids: the length limit and the stop tokens that the server was sent.
+        remedies: advice for errors.
 
     Raises:
         EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.

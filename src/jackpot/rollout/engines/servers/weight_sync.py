@@ -70,7 +70,7 @@ class WeightsFolder:
         self._aliases = aliases
 
     def save(self, named_tensors: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
-        """Write weights to a folder named `version`, completely or not at all.
+        """Write weights to a folder named `version`, completely or not at all; return what was written.
 
         Raises:
             EngineError: the folder cannot be written.

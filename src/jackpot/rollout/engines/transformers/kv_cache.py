@@ -155,7 +155,7 @@ def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | Dyna
     """
     if not keeps_plain_keys(config):
         return DynamicCache(config=config)
-    windows = layer_windows(config)
+    windows = layer_windows(config)  # None for a layer without a window; the cache is told the smallest window
     return BatchKVCache(len(windows), max_length, sliding_window=min(filter(None, windows), default=None))
 
 
