@@ -148,7 +148,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
 
 def _kappa_error(totals: Sums) -> Tensor | float:
-    """Return the standard error of kappa = sum a / sum Z over a step's tokens, a a token's acceptance, Z its expectation.
+    """Return the standard error of kappa = sum a / sum Z over a step's tokens: acceptance a, expected acceptance Z.
 
     It is sqrt(sum (a - Z)^2) / sum Z. Without totals there is no kappa to estimate: it is 0.
     """

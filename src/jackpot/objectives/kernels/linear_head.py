@@ -272,7 +272,7 @@ class LinearHead(nn.Module):
         rollout_model_soft_cap: float | None = None,
         options: HeadOptions = DEFAULT_OPTIONS,
     ) -> None:
-        """Keep references to the two output layers; None for a `LinearHead` of the policy alone, or for no soft cap."""
+        """Keep references to the output layers; `rollout_model` None: the policy alone; a soft cap None: no cap."""
         super().__init__()
         self.policy = policy
         self.rollout_model = rollout_model

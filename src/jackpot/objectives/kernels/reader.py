@@ -86,7 +86,7 @@ class TileReader(Protocol):
         ...
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-        """Return the share of a tile's tokens x in Z, OBRS's expected acceptance: the sum of min(q(x), p(x) / lam), [C].
+        """Return the share of a tile's tokens x in OBRS's expected acceptance Z: the sum of min(q(x), p(x) / lam), [C].
 
         The first tile is of the policy, with probabilities p, the second of the rollout model, with probabilities q.
 

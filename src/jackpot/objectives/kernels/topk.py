@@ -117,7 +117,7 @@ class RunningTopK:
             return
 
         # The candidates of this piece: its largest numbers, or the blocks that hold them. `ids_at` converts columns of
-        # the candidates to columns of the piece. Blocks are used only where they are fewer numbers than the piece has.
+        # the candidates to columns of the piece. Blocks are taken only where they have fewer numbers than the piece.
         if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
             candidates, block_indices = _candidates(values, self._k, maxima)  # the merge below sorts the candidates
             ids_at = partial(_ids, block_indices)

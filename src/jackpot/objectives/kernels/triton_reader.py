@@ -316,8 +316,8 @@ class TritonReader(TileReader):
         is_pair, trains = len(tiles) == 2, [head_gradient is not None for head_gradient in gradients]
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TRAINS_P": trains[0], "TRAINS_Q": is_pair and trains[1]}
-        # As the kernel's parameters follow each other; a single head takes the place of the second one too. The grid has
-        # a program for each position and each `_width(t)` tokens, rounded up.
+        # As the kernel's parameters follow each other; a single head takes the place of the second one too. The
+        # grid has a program for each position and each `_width(t)` tokens, rounded up.
         arguments += [logsumexps[0], logsumexps[-1], coefficients, columns, out[0], out[-1], c, t]
         _launch(_differentiate, (c, -(-t // _width(t))), *arguments, **flags, WIDTH=_width(t))
 

@@ -202,8 +202,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # While engines sleep (`is_resting`), a lost host is closed and counts as restarted, unless it can still be reached
-        # and lost no more than its weights (PeerRestarted).
+        # While engines sleep (`is_resting`), a lost host is closed and counts as restarted, unless it can still be
+        # reached and lost no more than its weights (PeerRestarted).
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
