@@ -124,7 +124,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
     Args:
         overlap: metrics of the same tokens that `corrections.base.measured` returns.
-        has_z: whether Z is known; without it metrics of Z are left out.
+        has_z: whether Z, the expected acceptance, is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
     ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask  # factor: on each token's loss

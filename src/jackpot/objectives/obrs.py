@@ -177,7 +177,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
 
     rollout, target = rollout_log_probs.double().exp(), target_log_probs.double().exp()
     reachable = (rollout * (target > 0)).sum(-1)  # P_inf(rho > 0), the largest budget of each position
-    too_large = (budget > reachable + 1e-12).any()
+    too_large = (budget > reachable + 1e-12).any()  # 1e-12: room for rounding
     why = "of p_inf lies where p_target > 0, and nothing else is ever"
     if reachable.is_cuda:
         # torch has no public assertion on the device

@@ -117,6 +117,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
             _pending.append((copied, torch.cuda.current_stream().record_event()))
         signs = arrived
 
+    # The names of the signs that are True; the tensors on the device "meta" have no values.
     for name in (name for name, sign in signs.items() if device != "meta" and sign):
         if name not in _WARNED:
             raise DataError(f"{_SIGNS[name]}{' (an earlier call)' * (device == 'cuda')}")

@@ -85,7 +85,7 @@ class PositionBlock:
         lam: float | None,
         moments: bool,
     ) -> None:
-        """Start before the first tile; `wanted` [C, G] are the ids whose log-probs are returned, and `lam` None: no Z."""
+        """Start before the first tile; `wanted` [C, G] are the ids whose log-probs are returned; `lam` None: no Z."""
         self._heads, self._reader = heads, reader
         self._rows, self._wanted = rows, wanted
         self._num_top, self._lam = num_top, lam

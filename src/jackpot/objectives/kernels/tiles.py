@@ -44,6 +44,7 @@ class Workspace:
     """Memory for tensors by name, used again and again. A tensor is valid until its name is taken the next time."""
 
     def __init__(self, device: torch.device) -> None:
+        """Start without memory; `take` allocates it on `device`."""
         self._device = device
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
@@ -123,7 +124,7 @@ class HeadOperands:
 
     @property
     def _rows_of_weight(self) -> Tensor:
-        """Return the rows of the weight at the selected tokens, [T, H], cast once for the tiles of all positions."""
+        """Return the rows of the weight at the selected tokens, [T, H], cast to `operand_dtype` once for all positions."""
         if self._loaded is None:
             rows = self.weight[self._columns]
             if rows.dtype != self._operand_dtype:

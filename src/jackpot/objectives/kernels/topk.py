@@ -83,6 +83,7 @@ class RunningTopK:
     """The K largest numbers of rows that come piece by piece, and the numbers of further tensors at the same places."""
 
     def __init__(self, k: int) -> None:
+        """Start before the first piece; `k` is K."""
         self._k = k
         # Values, largest first; ids; then the `companions`: [N, min(K, seen)] each, of `seen` numbers of a row so far.
         self._columns: list[Tensor] = []

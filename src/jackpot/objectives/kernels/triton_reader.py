@@ -256,7 +256,7 @@ class TritonReader(TileReader):
             return EAGER.read(tiles, tops, moments)
 
         c, t = tiles[0].logits.shape
-        num_blocks, is_pair = -(-t // BLOCK), len(tiles) == 2
+        num_blocks, is_pair = -(-t // BLOCK), len(tiles) == 2  # t / BLOCK rounded up
         sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)  # 5 sums of each position, for each head
         maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
 

@@ -458,6 +458,7 @@ class PooledEngine(BackgroundEngine):
         The message has a list of the different `Sampling`s of the chunk, and for each response the fields of its
         `Request`, in the order in which `_generate` unpacks them: of the `Sampling`, only the index in that list.
         """
+        # Each object once; equal objects that are not the same are both sent.
         samplings = list({id(request.sampling): request.sampling for request in chunk}.values())
         indices = {id(sampling): index for index, sampling in enumerate(samplings)}
         rows = [

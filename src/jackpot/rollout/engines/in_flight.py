@@ -21,7 +21,8 @@ class InFlightRequests:
     """
 
     def __init__(self) -> None:
-        self._uids: set[str] = set()
+        """Start without requests."""
+        self._uids: set[str] = set()  # of all requests in flight
         self._completed: dict[str, Rollout] = {}  # finished rollouts that are not collected, by uid, oldest first
 
     @property

@@ -243,6 +243,7 @@ class Pool(Generic[AnyPeer]):
         while self.failure is None:
             behind = [peer for peer in self.peers if peer.weights is not self.newest]
             is_any_synced = len(behind) < len(self.peers)
+            # Lost peers are not awaited.
             if is_any_synced and not any(peer.is_awaited(self.newest) for peer in behind):
                 return
             await self._state_changed.wait()
@@ -365,7 +366,7 @@ class Pool(Generic[AnyPeer]):
         tasks: set[asyncio.Task] = set()
         try:
             while peer.error is None and peer.weights is self.newest:
-                if self._queue and self._is_next(peer):
+                if self._queue and self._is_next(peer):  # the peer has room, and no other is less busy
                     peer.num_running += 1
                     task = asyncio.create_task(self._do(peer, self._queue.popleft()))
                     tasks.add(task)
@@ -394,7 +395,7 @@ class Pool(Generic[AnyPeer]):
         try:
             result = await peer.run(work.request)
         except PeerLost as lost:
-            peer.error = peer.error or lost
+            peer.error = peer.error or lost  # of several requests that fail together, the first says why
             self._requeue(peer, work, lost)
         except EngineError as error:
             self._fail(EngineError(f"{peer.name}: {error}"))

@@ -74,6 +74,7 @@ class ProcessLink(Link):
     """
 
     def __init__(self, start: Start, setup: Any, silence: float) -> None:
+        """Describe the process, which `open` starts; the arguments are those of the class."""
         self._start, self._setup = start, setup
         self.silence = silence
         self.child: asyncio.subprocess.Process | None = None

@@ -120,6 +120,7 @@ class ServerEngine(BackgroundEngine):
         self.protocol.check_temperature(request.sampling.temperature, request.uid)
 
     def _begin(self, requests: Sequence[Request]) -> None:
+        """Queue a call of a server for each request; `_complete` is given each rollout that comes back."""
         self._pool.begin(
             [
                 (request.uid, self._generate_request(request), lambda rollout: self._complete([rollout]))
@@ -185,6 +186,7 @@ class ServerEngine(BackgroundEngine):
         return self._files.save(weights, f"{self._id}-{next(self._weight_numbers)}")
 
     def _end(self) -> None:
+        """Close the pool and, if it was opened, the HTTP session; then delete the files of weights."""
         try:
             self._pool.close(*([self._session.close] if hasattr(self, "_session") else []))
         finally:

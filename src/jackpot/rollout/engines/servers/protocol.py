@@ -90,7 +90,7 @@ def checked_rollout(
     Raises:
         EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
     """
-    token_ids = [token for (token, _), *_ in rows]
+    token_ids = [token for (token, _), *_ in rows]  # the first pair of a row is that of the sampled token
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
 
     # Token ids and log-probs [T, 1 + K], from the (token, log-prob) pairs of all positions.
@@ -199,7 +199,7 @@ def checked_log_prob(value: Any, minus_infinity: float) -> float:
     Args:
         minus_infinity: this log-prob and smaller ones stand for minus infinity, which JSON has not.
     """
-    if type(value) not in (int, float):
+    if type(value) not in (int, float):  # a bool is no number here
         raise TypeError(f"the log-prob {value!r} is no number")
     return -np.inf if value <= minus_infinity else float(value)
 

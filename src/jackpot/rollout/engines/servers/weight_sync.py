@@ -183,6 +183,7 @@ def check_loaded(
         unchanged = [key for key in expected if key not in equal and after[key] == before.get(key)]
         stale = [key for key in unchanged if expected[key] != old.checksums.get(without_rank(key))]
 
+    # Refused: old parameters, none with a name to compare, or none that equals the file byte for byte.
     if stale or not expected or (comparable and not equal):
         differing = ", ".join(sorted(stale)[:3])
         if not differing:

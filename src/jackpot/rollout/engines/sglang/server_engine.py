@@ -104,6 +104,7 @@ class SGLangReplica(Replica):
         return None
 
     async def _load(self, weights: SavedWeights) -> None:
+        """Have the server load the file of `weights`, as `Replica._load` says, and check that it holds them."""
         await self._client.update_weights(str(weights.folder), weights.version)
         checksums = await self._client.checksums()
         # On a GPU SGLang computes checksums with another function than SHA-256, so they differ from the file's.

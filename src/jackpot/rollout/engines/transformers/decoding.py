@@ -117,8 +117,8 @@ class ModelRunner:
         """Return the attention mask of the newest tokens; None: each sees all cached tokens in its sliding window.
 
         S is the number of cached tokens. A mask [N, 1, 1, S] is returned where the model takes it, since transformers
-        adds it to scores unchanged. A mask [N, S], False at padding, costs more, since transformers makes a larger mask,
-        with sliding windows, from it at every step.
+        uses it unchanged. A mask [N, S], False at padding, costs more, since transformers makes a larger mask, with
+        sliding windows, from it at every step.
         """
         if not isinstance(self.cache, BatchKVCache):
             return self._is_token[:, : self.length]

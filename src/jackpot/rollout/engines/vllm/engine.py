@@ -213,6 +213,7 @@ class VLLMEngine(ThreadEngine):
         return self._llm is not None and self._llm.has_unfinished_requests()
 
     def _shut_down(self) -> None:
+        """Shut down vLLM, if it was started; process groups that other engines of this process use stay."""
         if self._llm is None:
             return
         with _TURNS:
@@ -320,6 +321,7 @@ class VLLMEngine(ThreadEngine):
         return self._llm.add_request(request_id, vllm.tokens_input(list(prompt)), parameters)
 
     def _step(self) -> None:
+        """Have vLLM take one step, and give each finished output to the handler of its request."""
         with _TURNS:
             outputs = self._llm.step()
         for output in outputs:
@@ -362,12 +364,12 @@ class VLLMEngine(ThreadEngine):
             converted = self._weight_format.convert(digest.watch(self._cast(weights)))
 
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
-        self._llm.apply_model(pack_tied_head)
+        self._llm.apply_model(pack_tied_head)  # on a CPU vLLM itself does not pack a tied output layer again
 
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
-        self._forget_states()
+        self._forget_states()  # the prefix cache of the old weights
 
         return digest.hexdigest()
 
