@@ -383,7 +383,7 @@ def _check(heads: Sequence[Head], ids: Tensor) -> None:
     positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:
         raise ValueError(f"the heads have vocabularies of {vocabularies} tokens: both models must share one vocabulary")
-    if {*positions, len(ids)} != {len(ids)}:
+    if {*positions, len(ids)} != {len(ids)}:  # a head has another number of positions than there are ids
         raise ValueError(f"the heads have {positions} hidden states and ids {len(ids)}: all must be of the same tokens")
     if any(is_sharded(tensor) for head in heads for tensor in head.tensors if tensor is not None):
         raise ValueError("a head is sharded: call it within models.gathered, or fully_shard it")

@@ -268,8 +268,8 @@ class TorchReader:
         """Write the gradients that `TileReader.differentiate` describes, one chunk of the tiles' rows after another."""
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            # The derivative of each head's soft cap, 1 - (capped / soft_cap)^2; None without a cap or a gradient. It is
-            # computed first, because the gradients may overwrite the logits.
+            # The derivative of each head's soft cap, 1 - (capped / soft_cap)^2, capped = logits times temperature; None
+            # without a cap or a gradient. It is computed first, because the gradients may overwrite the logits.
             cap_derivatives = [
                 1.0 - torch.square(head_logits * (tile.temperature / tile.soft_cap))
                 if head_gradient and tile.soft_cap

@@ -68,6 +68,7 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
         return candidates.view(n, k * BLOCK), block_indices
 
     candidates = torch.cat((_blocks(values)[rows, block_indices].flatten(1), values[:, num_whole * BLOCK :]), dim=1)
+    # The columns after the whole blocks count as the block of index `num_whole`.
     return candidates, torch.cat((block_indices, torch.full_like(rows, num_whole)), dim=1)
 
 
@@ -130,7 +131,7 @@ class RunningTopK:
         pool = torch.cat((self.values, candidates), dim=1)  # the largest so far first: few new numbers displace them
         largest, columns = pool.topk(min(self._k, pool.shape[1]), dim=-1)
         is_old, old_columns = columns < num_old, columns.clamp(max=num_old - 1)
-        ids = ids_at((columns - num_old).clamp(min=0))
+        ids = ids_at((columns - num_old).clamp(min=0))  # those of old columns mean nothing, and are not used
 
         # The largest of both, with the ids and companions of each: those kept before or those of this piece.
         new_columns = [ids + start, *(companion.gather(1, ids) for companion in companions)]

@@ -70,7 +70,7 @@ class SharedWeights:
         start = 8 + len(text)  # offset of the first tensor
 
         descriptor = self._open()
-        weakref.finalize(self, _close, descriptor, os.getpid())
+        weakref.finalize(self, _close, descriptor, os.getpid())  # a fork of this process does not close it
         os.ftruncate(descriptor, start + size)
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
 

@@ -89,7 +89,7 @@ def masked_forward(
         tokens, positions: [N, T].
         masks: the masks of all layers, from `layer_masks`.
     """
-    with AttentionSet(model.config.get_text_config(), STATIC):
+    with AttentionSet(model.config.get_text_config(), STATIC):  # the model calls `static_attention` meanwhile
         return backbone(model)(
             input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, static_masks=masks
         ).last_hidden_state

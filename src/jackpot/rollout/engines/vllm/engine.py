@@ -277,6 +277,7 @@ class VLLMEngine(ThreadEngine):
             model=self._folder,
             skip_tokenizer_init=True,
             generation_config="vllm",  # no sampling parameters from the model's folder
+            # vLLM loads `weights` if there are any, else those in the model's folder.
             load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
             hf_overrides=overrides,
             dtype=self._dtype,
