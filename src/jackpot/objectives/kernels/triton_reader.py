@@ -332,7 +332,7 @@ def _launch(
 
     Triton hands each tensor to the kernel as a pointer: hence the kernels' annotations, tl.tensor in place of Tensor.
     """
-    if grid[0]:
+    if grid[0]:  # 0 where a tile has no position
         kernel[grid](*arguments, **constants)
 
 

@@ -360,7 +360,7 @@ class EnginePool:
         """Give one engine new weights in all hosts, and return the digest of the weights that the hosts have read.
 
         Args:
-            codes: as in `Capabilities`.
+            codes: weights that may be sent quantized, as `Capabilities.coded_weights`; None: none may.
         """
         check_weights(weights, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(weights)
@@ -426,6 +426,7 @@ class PooledEngine(BackgroundEngine):
 
         Args:
             name: name of the setting that describes the engine, such as `engine`.
+            version: version of the weights that the hosts hold.
             events: events from the start of one host's engine, which `take_events` returns once.
         """
         super().__init__(version)

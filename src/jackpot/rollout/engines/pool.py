@@ -142,6 +142,7 @@ class Pool(Generic[AnyPeer]):
         """Start the thread of a pool without peers.
 
         Args:
+            limits: after how long without peers, and after how many attempts of a request, the pool fails.
             newest: weights that peers must hold to be given requests. The pool hands the object to `Peer.sync`, and
                 compares it by identity alone.
             events: events that `take_events` returns first.

@@ -52,6 +52,7 @@ class ServerEngine(BackgroundEngine):
         Args:
             model: model whose weights the servers are sent first; the engine does not keep it.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`.
+            version: version of the model's weights.
 
         Raises:
             EngineError: no server can be reached, or a server serves another model; the text says what to do.

@@ -70,6 +70,7 @@ class TransformersEngine(QueuedEngine):
                 Quantization and the FP8 cache hold for `score` too.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
                 finds them.
+            version: version of the model's weights.
             drafter: the engine whose model proposes tokens as `settings.draft` says; None: nothing drafts.
 
         Raises:

@@ -79,6 +79,7 @@ class VLLMEngine(ThreadEngine):
         Args:
             path: path of the model as `load_model` takes it.
             device: the learner's device. vLLM runs on the same kind of device, by default on the same GPU.
+            version: version of the stored weights.
             drafter: the engine whose model proposes tokens as `settings.draft` says. vLLM holds a copy of that model,
                 which gets all new weights of `drafter`; None: this engine's model generates alone.
             rows: only token ids below this number are sampled; None: all rows of the output layer.
