@@ -81,10 +81,11 @@ def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     log p_new, and is removed where its own ratio is clipped. Averaged over a response, both are those of the paper.
     """
     log_ratio = (log_probs - proximal).detach()
-    floor = math.log1p(-low) if low < 1.0 else -math.inf
+    floor = math.log1p(-low) if low < 1.0 else -math.inf  # log of the least ratio, 1 - low, if that is above 0
     bounded = torch.where(advantages < 0, log_ratio.clamp(min=floor), log_ratio)
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(high)), bounded)
     clipped = bounded != log_ratio
+    # The geometric mean, without gradient, times a 1 that has the gradient of log p_new; clipped tokens get none.
     ratio = _mean(bounded, mask).exp() * torch.where(clipped, 1.0, _unit_ratio(log_probs))
     return Surrogate(ratio * advantages, clipped)
 
@@ -115,7 +116,8 @@ def oapl(
     OAPL, arXiv 2602.19362: with the sampler as the proximal point and A from `advantages.oapl`, this regresses
     beta log p_new / p_inf of the response on the optimal advantage, without any importance ratio. The optimum is
     p_new = p_inf e^(r / beta) / sum p_inf e^(r / beta), with the reward r. The factor 1 / (2 beta) is ours: with it
-    the gradient's factor is A minus beta log R, of the size of the other surrogates'. Nothing is clipped.
+    the gradient's factor is A minus beta log R, of the size of the other surrogates'. Nothing is clipped: `low` and
+    `high` are not read.
     """
     log_ratio = torch.where(mask, log_probs - proximal, 0.0).detach()
     residual = advantages - beta * log_ratio.sum(-1, keepdim=True)

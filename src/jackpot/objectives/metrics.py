@@ -79,6 +79,7 @@ def correction_metrics(
     those of each model.
 
     Args:
+        correction: its `capped_c2` is True where the cap c2 lowered p_proximal / p_target.
         lam: lam of the correction.
         clipped: [B, T] bool, True where PPO's clip removes the gradient.
         totals: sums over the optimizer step that kappa, the factor that corrects Z, is computed from; {}: none.
@@ -123,7 +124,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
     Args:
         overlap: metrics of the same tokens that `corrections.base.measured` returns.
-        has_z: whether Z is known; without it metrics of Z are left out.
+        has_z: whether Z, the expected acceptance, is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
     ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask  # factor: on each token's loss
@@ -147,7 +148,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
 
 
 def _kappa_error(totals: Sums) -> Tensor | float:
-    """Return the standard error of kappa = sum a / sum Z over a step's tokens, with a their acceptances.
+    """Return the standard error of kappa = sum a / sum Z over a step's tokens: acceptance a, expected acceptance Z.
 
     It is sqrt(sum (a - Z)^2) / sum Z. Without totals there is no kappa to estimate: it is 0.
     """

@@ -177,7 +177,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
 
     rollout, target = rollout_log_probs.double().exp(), target_log_probs.double().exp()
     reachable = (rollout * (target > 0)).sum(-1)  # P_inf(rho > 0), the largest budget of each position
-    too_large = (budget > reachable + 1e-12).any()
+    too_large = (budget > reachable + 1e-12).any()  # 1e-12: room for rounding
     why = "of p_inf lies where p_target > 0, and nothing else is ever"
     if reachable.is_cuda:
         # torch has no public assertion on the device
@@ -236,9 +236,9 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
     """Return an upper bound, [...], of the kept mass of the target's top tokens where `unknown` is True.
 
-    Their p_inf is at most the smallest p_inf above 0 among the rollout model's top tokens.
+    The p_inf of these tokens is at most the smallest p_inf above 0 among the rollout model's top tokens.
     """
-    if not rollout_top.shape[-1]:
+    if not rollout_top.shape[-1]:  # no top tokens bound p_inf: what is kept is at most p_target / lam
         return _masked_mass(target_top - log_lam(lam), unknown)
     smallest = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
     return _masked_mass(log_kept_mass(smallest, target_top, lam), unknown)

@@ -86,6 +86,7 @@ def check_numbers(mask: Tensor, tensors: Mapping[str, Tensor | None], lam: float
                 f"{name} holds {wrong} numbers that are not finite at tokens of the response mask{why * (name == 'z')}"
             )
 
+        # More log-probs clearly above 0 than clearly below it: not single numbers that rounding has raised.
         if name.endswith("log_probs") and (numbers > _ROUNDING).sum() > (numbers < -_ROUNDING).sum():
             raise DataError(f"{name} is above 0 at most tokens; log-probs are natural logarithms of probabilities")
         if name == "z" and not ((numbers >= 0) & (numbers <= largest_z + _ROUNDING)).all():
@@ -101,7 +102,8 @@ def check_numbers(mask: Tensor, tensors: Mapping[str, Tensor | None], lam: float
 def report_signs(signs: Mapping[str, Tensor]) -> None:
     """Raise a DataError about the first sign that is True; warn about signs of `_WARNED`.
 
-    On a GPU the error is about the signs of an earlier call, if they have arrived; nothing waits for the device.
+    On a GPU the error is about the signs of an earlier call, if they have arrived; nothing waits for the device, and
+    while signs are on their way, those of further calls are dropped. Meta tensors have no signs to read.
     Status there: run on a virtual GPU alone (docs/gpu.md).
     """
     device = next(iter(signs.values())).device.type
@@ -115,6 +117,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
             _pending.append((copied, torch.cuda.current_stream().record_event()))
         signs = arrived
 
+    # The names of the signs that are True; the tensors on the device "meta" have no values.
     for name in (name for name, sign in signs.items() if device != "meta" and sign):
         if name not in _WARNED:
             raise DataError(f"{_SIGNS[name]}{' (an earlier call)' * (device == 'cuda')}")
@@ -124,7 +127,8 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
 def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[str, Tensor]:
     """Look for signs of a mistake in sampled tokens' log p_inf (`rollout`) and log p_target (`target`), [B, T] each.
 
-    Each sign is a bool scalar, returned under its name.
+    Each sign is a bool scalar, returned under its name: no token ("empty"), "swapped" and "shifted" as below, and one
+    model's log-probs all rounded to bfloat16 ("rounded").
 
     Swapped: where p_inf sampled the tokens, the product of rho = p_target / p_inf over all tokens has an expectation of
     at most 1, whatever the models, so its logarithm exceeds 30 with a chance of at most e^-30. It does exceed 30 if the

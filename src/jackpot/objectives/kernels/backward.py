@@ -40,7 +40,8 @@ def coefficients_of(
 ) -> GradCoefficients | None:
     """Combine the loss's gradients with respect to one head's outputs into coefficients of the logits' gradient.
 
-    Comments below give the derivative of each output; p are the head's probabilities. None if every argument is None.
+    Return None if every argument is None. Comments below give the derivative of each output with respect to the logits;
+    p are the head's probabilities.
 
     Args:
         to_log_probs, to_forward: [N] d loss / d log-probs and d loss / d forward KL, divided by the temperature.

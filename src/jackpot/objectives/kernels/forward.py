@@ -32,7 +32,7 @@ def merged(before: Sequence[TileSums], added: Sequence[TileSums]) -> list[TileSu
             row_max=old.row_max,  # now the larger maximum, as `new.row_max` is
             sum_exp=old.sum_exp + new.sum_exp,
             moment=_combined(torch.add, old.moment, new.moment),
-            block_max=None,
+            block_max=None,  # each tile's top K has been taken already
             gap=_combined(torch.add, old.gap, new.gap),
             max_at_masked=_combined(torch.maximum, old.max_at_masked, new.max_at_masked),
         )
@@ -85,6 +85,7 @@ class PositionBlock:
         lam: float | None,
         moments: bool,
     ) -> None:
+        """Start before the first tile; `wanted` [C, G] are the ids whose log-probs are returned; `lam` None: no Z."""
         self._heads, self._reader = heads, reader
         self._rows, self._wanted = rows, wanted
         self._num_top, self._lam = num_top, lam
@@ -115,6 +116,7 @@ class PositionBlock:
     def _pick(self, i: int, logits: Tensor, columns: slice) -> None:
         """Store head i's logits at the wanted ids that are among this tile's tokens, `columns`; `logits` are [C, T]."""
         width = columns.stop - columns.start
+        # Counted from the tile's first token; ids of other tiles are then below 0, or not below `width`.
         wanted = self._wanted - columns.start if columns.start else self._wanted
         values = logits.gather(1, wanted.clamp(0, width - 1))
         # The first tile also stores some logit at the ids that it does not contain: the tiles that do overwrite it.
@@ -148,7 +150,7 @@ class PositionBlock:
             return (logits - self._sums[i].row_max[:, None]).sub_(logs[i][:, None])
 
         for i, (sums, top) in enumerate(zip(self._sums, self._tops, strict=True)):
-            at_wanted = log_probs(i, self._picked[i])
+            at_wanted = log_probs(i, self._picked[i])  # of the sampled ids (column 0), and of the ids to gather
             values.append(at_wanted[:, 0])  # of the sampled ids
             if sums.moment is not None:
                 values.append(logs[i] - sums.moment / sums.sum_exp)  # entropy

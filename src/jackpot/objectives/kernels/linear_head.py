@@ -156,9 +156,9 @@ def joint_linear_head(
 ) -> JointOutput:
     """Compute `linear_head` of both models at the same ids, their KL divergences, and OBRS's Z over the vocabulary.
 
-    Arguments as in `linear_head`. The models may differ in hidden size, not in the number of positions or tokens. Z
-    (`objectives.obrs`) is computed if its `lam`, above 0, is given; with more than one tile of tokens, that forms all
-    logits once more.
+    Arguments as in `linear_head`. The models may differ in hidden size, not in the number of positions or tokens. Z,
+    the expected acceptance (`objectives.obrs`), is computed if its `lam`, above 0, is given; with more than one tile of
+    tokens, that forms all logits once more.
 
     Both divergences and Z take p_policy as a constant: no gradient reaches the policy's hidden states or its weight
     (but for a weight that both heads share). forward_kl is inf where the policy has mass and the rollout model none;
@@ -240,6 +240,7 @@ class Fp32Linear(CutLinear):
         return weight.to(self.rounded_to), None if bias is None else bias.to(self.rounded_to)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return W input + b in float32: [..., H] -> [..., rows of W], also under autocast."""
         weight, bias = self.read()
         bias = None if bias is None else bias.float()
 
@@ -271,6 +272,7 @@ class LinearHead(nn.Module):
         rollout_model_soft_cap: float | None = None,
         options: HeadOptions = DEFAULT_OPTIONS,
     ) -> None:
+        """Keep references to the output layers; `rollout_model` None: the policy alone; a soft cap None: no cap."""
         super().__init__()
         self.policy = policy
         self.rollout_model = rollout_model
@@ -334,7 +336,9 @@ class LinearHead(nn.Module):
     def z_for_budget(
         self, policy_hidden: Tensor, rollout_model_hidden: Tensor | None, *, temperature: float, budget: float
     ) -> tuple[Tensor, Tensor]:
-        """Return (Z, lam) of every position, lam chosen so that OBRS's Z is `budget`: [N] each, float64, no gradient.
+        """Return (Z, lam) of every position, with that lam at which Z, OBRS's expected acceptance, is `budget`.
+
+        Both are [N], float64, without gradient.
 
         All logits are formed once more, a few positions at a time, and the vocabulary is sorted at each position. Where
         `rollout_model_hidden` is None, the policy also takes the place of the rollout model.
@@ -379,7 +383,7 @@ def _check(heads: Sequence[Head], ids: Tensor) -> None:
     positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:
         raise ValueError(f"the heads have vocabularies of {vocabularies} tokens: both models must share one vocabulary")
-    if {*positions, len(ids)} != {len(ids)}:
+    if {*positions, len(ids)} != {len(ids)}:  # a head has another number of positions than there are ids
         raise ValueError(f"the heads have {positions} hidden states and ids {len(ids)}: all must be of the same tokens")
     if any(is_sharded(tensor) for head in heads for tensor in head.tensors if tensor is not None):
         raise ValueError("a head is sharded: call it within models.gathered, or fully_shard it")

@@ -86,7 +86,7 @@ class TileReader(Protocol):
         ...
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-        """Return the share of a tile's tokens x in OBRS's Z: the sum of min(q(x), p(x) / lam), [C].
+        """Return the share of a tile's tokens x in OBRS's expected acceptance Z: the sum of min(q(x), p(x) / lam), [C].
 
         The first tile is of the policy, with probabilities p, the second of the rollout model, with probabilities q.
 
@@ -237,11 +237,12 @@ class TorchReader:
         self._device_type = device_type
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
+        """Return the sums that `TileReader.read` describes, computed from chunks of each tile's rows."""
         results: list[TileSums] = []
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
             chunk_results = tile_sums(logits, [tile.may_mask for tile in tiles], tops, moments)
-            # Write the sums of this chunk to its rows in the sums of the whole tile; sums that are None stay None.
+            # Write each head's sums of this chunk to its rows in the head's sums of the whole tile; None stays None.
             results = results or [_memory(sums, tiles[0]) for sums in chunk_results]
             for result, chunk_result in zip(results, chunk_results, strict=True):
                 for whole, part in zip(result, chunk_result, strict=True):
@@ -250,6 +251,7 @@ class TorchReader:
         return results
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
+        """Return the share of Z that `TileReader.common_mass` describes, computed from chunks of the tiles' rows."""
         mass = torch.empty_like(logsumexps[0])
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
@@ -263,10 +265,11 @@ class TorchReader:
         gradients: Sequence[TileGradient | None],
         columns: Tensor,
     ) -> None:
+        """Write the gradients that `TileReader.differentiate` describes, one chunk of the tiles' rows after another."""
         for rows in self._chunks(tiles):
             logits = [_finished(tile, rows) for tile in tiles]
-            # The derivative of each head's soft cap, 1 - (capped / soft_cap)^2; None without a cap or a gradient. It is
-            # computed first, because the gradients may overwrite the logits.
+            # The derivative of each head's soft cap, 1 - (capped / soft_cap)^2, capped = logits times temperature; None
+            # without a cap or a gradient. It is computed first, because the gradients may overwrite the logits.
             cap_derivatives = [
                 1.0 - torch.square(head_logits * (tile.temperature / tile.soft_cap))
                 if head_gradient and tile.soft_cap

@@ -29,7 +29,8 @@ def support_log_probs(
         temperature: divides the logits, above 0.
 
     Returns:
-        log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without gradient, -inf where not kept.
+        log p_S(ids), [N] with gradient, and log p_S(support_ids), [N, G] without gradient, -inf where not kept; p_S is
+        the renormalized distribution.
     """
     # `columns` are the ids whose logits are formed: the sampled one, then those listed. Where the sampled id is listed
     # too, its second logit is masked: it must not count twice.
@@ -83,7 +84,10 @@ class _RowProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of forward's arguments 3 and 4, hidden and weight, from that of the products, [N, G]."""
+        """Return the gradients of forward's arguments, None but for hidden and weight (`ctx.needs_input_grad` 3 and 4).
+
+        The gradient of the products is [N, G], for G ids at each position.
+        """
         [gradient] = gradients
         columns, hidden, weight = ctx.saved_tensors
         dtype, operands = ctx.dtype, ctx.operands

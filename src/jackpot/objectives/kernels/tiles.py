@@ -44,6 +44,7 @@ class Workspace:
     """Memory for tensors by name, used again and again. A tensor is valid until its name is taken the next time."""
 
     def __init__(self, device: torch.device) -> None:
+        """Start without memory; `take` allocates it on `device`."""
         self._device = device
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
 
@@ -107,7 +108,7 @@ class HeadOperands:
         self._name, self._workspace = name, workspace
         self._operand_dtype, self.dtype = operand_dtype, dtype
         self._soft_cap, self._temperature = soft_cap, temperature
-        self._is_mixed = has_mixed_product(hidden.device)
+        self._is_mixed = has_mixed_product(hidden.device)  # whether half-precision operands give float32 products
         self._kept_tiles = kept_tiles
         self._columns = slice(0, 0)  # the selected tokens
         self._loaded: Tensor | None = None  # the rows of the weight at these tokens, once they are cast
@@ -123,7 +124,7 @@ class HeadOperands:
 
     @property
     def _rows_of_weight(self) -> Tensor:
-        """Return the rows of the weight at the selected tokens, [T, H], cast once for the tiles of all positions."""
+        """Return the weight's rows at the selected tokens, [T, H], cast to `operand_dtype` once for all positions."""
         if self._loaded is None:
             rows = self.weight[self._columns]
             if rows.dtype != self._operand_dtype:
@@ -149,7 +150,7 @@ class HeadOperands:
             soft_cap=self._soft_cap,
             temperature=self._temperature,
             may_mask=self.bias is not None or self._operand_dtype == torch.float16,  # -inf: in a bias, or by overflow
-            is_raw=known_logits is None and not self.is_plain,
+            is_raw=known_logits is None and not self.is_plain,  # forward has finished the logits that it kept
             is_kept=self._kept_tiles is not None,
         )
 
@@ -193,7 +194,7 @@ class HeadOperands:
             grads.bias[self._columns] += grad.sum(0, dtype=self.dtype)
         if grads.hidden is not None:
             self._add(grads.hidden[rows], grad, self._rows_of_weight)
-        if grads.tile is not None:
+        if grads.tile is not None:  # d weight of the selected tokens
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -52,8 +52,10 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
 def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Return the candidates for the k largest numbers of each row: k blocks, and the columns after the whole blocks.
 
+    The k blocks with the largest maxima are enough: any other number is at most these k maxima.
+
     Returns:
-        The numbers [N, M] of the candidates, and the indices of their blocks [N, ceil(M / BLOCK)], for `_ids`.
+        The numbers [N, M] of the M candidates, and the indices of their blocks [N, ceil(M / BLOCK)], for `_ids`.
     """
     n, num_whole = len(values), values.shape[1] // BLOCK  # rows, and whole blocks of a row
     block_indices = maxima[:, :num_whole].topk(k, dim=-1, sorted=False).indices
@@ -66,6 +68,7 @@ def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]
         return candidates.view(n, k * BLOCK), block_indices
 
     candidates = torch.cat((_blocks(values)[rows, block_indices].flatten(1), values[:, num_whole * BLOCK :]), dim=1)
+    # The columns after the whole blocks count as the block of index `num_whole`.
     return candidates, torch.cat((block_indices, torch.full_like(rows, num_whole)), dim=1)
 
 
@@ -81,6 +84,7 @@ class RunningTopK:
     """The K largest numbers of rows that come piece by piece, and the numbers of further tensors at the same places."""
 
     def __init__(self, k: int) -> None:
+        """Start before the first piece; `k` is K."""
         self._k = k
         # Values, largest first; ids; then the `companions`: [N, min(K, seen)] each, of `seen` numbers of a row so far.
         self._columns: list[Tensor] = []
@@ -115,7 +119,7 @@ class RunningTopK:
             return
 
         # The candidates of this piece: its largest numbers, or the blocks that hold them. `ids_at` converts columns of
-        # the candidates to columns of the piece.
+        # the candidates to columns of the piece. Blocks are taken only where they have fewer numbers than the piece.
         if maxima is not None and values.shape[1] > self._k * BLOCK > 0:
             candidates, block_indices = _candidates(values, self._k, maxima)  # the merge below sorts the candidates
             ids_at = partial(_ids, block_indices)
@@ -127,7 +131,7 @@ class RunningTopK:
         pool = torch.cat((self.values, candidates), dim=1)  # the largest so far first: few new numbers displace them
         largest, columns = pool.topk(min(self._k, pool.shape[1]), dim=-1)
         is_old, old_columns = columns < num_old, columns.clamp(max=num_old - 1)
-        ids = ids_at((columns - num_old).clamp(min=0))
+        ids = ids_at((columns - num_old).clamp(min=0))  # those of old columns mean nothing, and are not used
 
         # The largest of both, with the ids and companions of each: those kept before or those of this piece.
         new_columns = [ids + start, *(companion.gather(1, ids) for companion in companions)]

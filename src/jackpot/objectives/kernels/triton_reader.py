@@ -97,7 +97,11 @@ def _read(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr, TOPS: tl.constexpr, MOMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write one position's `TileSums` (all but block_max) under heads p and q to `sums` [2, 5, C], field by field."""
+    """Write one position's `TileSums` (all but block_max) under heads p and q to `sums` [2, 5, C], field by field.
+
+    The tiles `p` and `q` have C positions and T tokens; with TOPS block_max goes to `maxima_p` and `maxima_q`. Without
+    PAIR there is only head p, without MOMENTS `moment` and `gap` are 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     p += row * T
     q += row * T
@@ -167,7 +171,7 @@ def _common_mass(
 ) -> None:  # fmt: skip
     """Write one position's share of Z, the sum of min(q(x), p(x) / lam) over the tile's tokens x, to `mass` [C].
 
-    `p` and `q` point to the logits of policy and rollout model, whose probabilities are p(x) and q(x).
+    `p` and `q` point to the tiles [C, T] of policy and rollout model, whose probabilities are p(x) and q(x).
     """
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([WIDTH], tl.float32)
@@ -187,7 +191,8 @@ def _gradient(
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the gradient of a position's products W h: that of `GradCoefficients`, times the soft cap's derivative."""
-    # The fields of `GradCoefficients` lie in their order, C numbers apart.
+    # The fields of `GradCoefficients` lie in their order, C numbers apart. Below, _LOWEST in place of -inf makes the
+    # product with a probability of 0 be 0.
     on_id = tl.load(coefficients + row)
     constant = tl.load(coefficients + C + row)
     on_log = tl.load(coefficients + 2 * C + row)
@@ -212,6 +217,7 @@ def _differentiate(
 ) -> None:  # fmt: skip
     """Write the gradients of both heads' products W h at one position and WIDTH tokens to `out_p` and `out_q`.
 
+    The tiles have C positions and T tokens. PAIR: there is a second head q; TRAINS_P, TRAINS_Q: a head has a gradient.
     `coefficients` [2, 5, C] are each head's fields of `GradCoefficients`. All loads come before the stores, since a
     gradient may take the memory of the logits.
     """
@@ -250,7 +256,7 @@ class TritonReader(TileReader):
             return EAGER.read(tiles, tops, moments)
 
         c, t = tiles[0].logits.shape
-        num_blocks, is_pair = -(-t // BLOCK), len(tiles) == 2
+        num_blocks, is_pair = -(-t // BLOCK), len(tiles) == 2  # t / BLOCK rounded up
         sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)  # 5 sums of each position, for each head
         maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
 
@@ -276,6 +282,7 @@ class TritonReader(TileReader):
         return results
 
     def common_mass(self, tiles: Sequence[Tile], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
+        """Return the share of Z that `TileReader.common_mass` describes; torch computes that of float64 logits."""
         if tiles[0].logits.dtype == torch.float64:
             return EAGER.common_mass(tiles, logsumexps, lam)
         c, t = tiles[0].logits.shape
@@ -291,6 +298,7 @@ class TritonReader(TileReader):
         gradients: Sequence[TileGradient | None],
         columns: Tensor,
     ) -> None:
+        """Write the gradients that `TileReader.differentiate` describes; torch computes those of float64 logits."""
         logits = tiles[0].logits
         if logits.dtype == torch.float64:
             return EAGER.differentiate(tiles, logsumexps, gradients, columns)
@@ -308,7 +316,8 @@ class TritonReader(TileReader):
         is_pair, trains = len(tiles) == 2, [head_gradient is not None for head_gradient in gradients]
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TRAINS_P": trains[0], "TRAINS_Q": is_pair and trains[1]}
-        # As the kernel's parameters follow each other; a single head takes the place of the second one too.
+        # As the kernel's parameters follow each other; a single head takes the place of the second one too. The
+        # grid has a program for each position and each `_width(t)` tokens, rounded up.
         arguments += [logsumexps[0], logsumexps[-1], coefficients, columns, out[0], out[-1], c, t]
         _launch(_differentiate, (c, -(-t // _width(t))), *arguments, **flags, WIDTH=_width(t))
 
@@ -323,7 +332,7 @@ def _launch(
 
     Triton hands each tensor to the kernel as a pointer: hence the kernels' annotations, tl.tensor in place of Tensor.
     """
-    if grid[0]:
+    if grid[0]:  # 0 where a tile has no position
         kernel[grid](*arguments, **constants)
 
 

@@ -151,7 +151,7 @@ class Engine(ABC):
 
         # Ends for a failed engine too: `collect` returns what had finished, then raises.
         while len(rollouts) < len(requests):
-            if not (finished := self.collect(len(requests) - len(rollouts), uids=uids)):
+            if not (finished := self.collect(len(requests) - len(rollouts), uids=uids)):  # nothing more will come
                 break
             rollouts |= {rollout.uid: rollout for rollout in finished}
 

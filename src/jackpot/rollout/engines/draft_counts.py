@@ -22,6 +22,7 @@ class DraftCounts:
     read_by_draft: int = 0  # tokens that the draft model read
 
     def __iadd__(self, counts: "DraftCounts") -> "DraftCounts":
+        """Add to each count the one of the same name in `counts`."""
         for count in fields(self):
             setattr(self, count.name, getattr(self, count.name) + getattr(counts, count.name))
         return self

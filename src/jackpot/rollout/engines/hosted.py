@@ -192,6 +192,7 @@ class HostPeer(Peer):
     weights: NewestWeights | None
 
     def __init__(self, name: str, link: Link) -> None:
+        """Describe the host at the other end of `link`; nothing is sent before the first `sync`."""
         super().__init__(name, capacity=1)
         self._link = link
         self._weight_names: dict[str, str] = {}  # name of the weights that each engine of the host holds
@@ -205,8 +206,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # While engines sleep, a lost host is closed and counts as restarted, unless it can still be reached and lost no
-        # more than its weights (PeerRestarted).
+        # While engines sleep (`is_resting`), a lost host is closed and counts as restarted, unless it can still be
+        # reached and lost no more than its weights (PeerRestarted).
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -260,7 +261,7 @@ class HostPeer(Peer):
         message = {"do": "take", "engine": engine, "name": weights.name, "version": list(weights.version)}
         memory = weights.memory
 
-        if memory is None:
+        if memory is None:  # `weights` stands for a sleep
             await self._ask(message | {"do": "sleep"})
             self._weight_names[engine] = weights.name
             return
@@ -277,7 +278,12 @@ class HostPeer(Peer):
             )
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send a message to the host and return the answer; raise PeerLost or EngineError if the host says so."""
+        """Send a message to the host and return the answer.
+
+        Raises:
+            PeerLost: no answer came, it is damaged, or it has the entry `lost`.
+            EngineError: the answer has the entry `refused`.
+        """
         try:
             answer = unpack(await self._link.ask(pack(message)))
         except MessageError as error:
@@ -358,7 +364,7 @@ class EnginePool:
         """Give one engine new weights in all hosts, and return the digest of the weights that the hosts have read.
 
         Args:
-            codes: as in `Capabilities`.
+            codes: weights that may be sent quantized, as `Capabilities.coded_weights`; None: none may.
         """
         check_weights(weights, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(weights)
@@ -395,6 +401,9 @@ class EnginePool:
 
         Args:
             dtype: dtype that the weights are cast to; None: each keeps its dtype.
+
+        Raises:
+            EngineError: there is no room for the weights.
         """
         try:
             memory = SharedWeights(weights, dtype)
@@ -421,6 +430,7 @@ class PooledEngine(BackgroundEngine):
 
         Args:
             name: name of the setting that describes the engine, such as `engine`.
+            version: version of the weights that the hosts hold.
             events: events from the start of one host's engine, which `take_events` returns once.
         """
         super().__init__(version)
@@ -453,6 +463,7 @@ class PooledEngine(BackgroundEngine):
         The message has a list of the different `Sampling`s of the chunk, and for each response the fields of its
         `Request`, in the order in which `_generate` unpacks them: of the `Sampling`, only the index in that list.
         """
+        # Each object once; equal objects that are not the same are both sent.
         samplings = list({id(request.sampling): request.sampling for request in chunk}.values())
         indices = {id(sampling): index for index, sampling in enumerate(samplings)}
         rows = [
@@ -475,6 +486,7 @@ class PooledEngine(BackgroundEngine):
         return PeerRequest(message=message, parse=lambda answer: _parse_generated(chunk, answer))
 
     def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Return log-probs as `Engine.score` says, which the hosts compute chunk by chunk."""
         self._check_awake()
         check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}

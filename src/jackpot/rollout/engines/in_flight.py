@@ -21,7 +21,8 @@ class InFlightRequests:
     """
 
     def __init__(self) -> None:
-        self._uids: set[str] = set()
+        """Start without requests."""
+        self._uids: set[str] = set()  # of all requests in flight
         self._completed: dict[str, Rollout] = {}  # finished rollouts that are not collected, by uid, oldest first
 
     @property
@@ -82,6 +83,7 @@ class QueuedEngine(Engine):
     _capabilities: Capabilities
 
     def __init__(self, version: Version) -> None:
+        """Start without requests in flight; `version` is that of the weights that the engine holds."""
         self._version = version
         self._in_flight = InFlightRequests()
         self._events: list[dict[str, Any]] = []  # events since the last `take_events`

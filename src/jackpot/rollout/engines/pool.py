@@ -142,6 +142,7 @@ class Pool(Generic[AnyPeer]):
         """Start the thread of a pool without peers.
 
         Args:
+            limits: after how long without peers, and after how many attempts of a request, the pool fails.
             newest: weights that peers must hold to be given requests. The pool hands the object to `Peer.sync`, and
                 compares it by identity alone.
             events: events that `take_events` returns first.
@@ -235,10 +236,15 @@ class Pool(Generic[AnyPeer]):
         await self._until_synced()
 
     async def _until_synced(self) -> None:
-        """Wait until each peer holds the newest weights or is lost, and at least one holds them."""
+        """Wait until each peer holds the newest weights or is lost, and at least one holds them.
+
+        Raises:
+            EngineError: the pool has failed.
+        """
         while self.failure is None:
             behind = [peer for peer in self.peers if peer.weights is not self.newest]
             is_any_synced = len(behind) < len(self.peers)
+            # Lost peers are not awaited.
             if is_any_synced and not any(peer.is_awaited(self.newest) for peer in behind):
                 return
             await self._state_changed.wait()
@@ -294,7 +300,10 @@ class Pool(Generic[AnyPeer]):
         self._notify()
 
     async def _serve(self, peer: AnyPeer) -> None:
-        """Bring a peer to the newest weights and give it requests, again and again until the pool is closed."""
+        """Bring a peer to the newest weights and give it requests, again and again until the pool is closed.
+
+        A lost peer is tried again after a while; any other error fails the pool.
+        """
         try:
             while True:
                 was_lost, newest = peer.is_lost, self.newest
@@ -358,7 +367,7 @@ class Pool(Generic[AnyPeer]):
         tasks: set[asyncio.Task] = set()
         try:
             while peer.error is None and peer.weights is self.newest:
-                if self._queue and self._is_next(peer):
+                if self._queue and self._is_next(peer):  # the peer has room, and no other is less busy
                     peer.num_running += 1
                     task = asyncio.create_task(self._do(peer, self._queue.popleft()))
                     tasks.add(task)
@@ -387,7 +396,7 @@ class Pool(Generic[AnyPeer]):
         try:
             result = await peer.run(work.request)
         except PeerLost as lost:
-            peer.error = peer.error or lost
+            peer.error = peer.error or lost  # of several requests that fail together, the first says why
             self._requeue(peer, work, lost)
         except EngineError as error:
             self._fail(EngineError(f"{peer.name}: {error}"))

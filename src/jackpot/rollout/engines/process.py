@@ -74,13 +74,18 @@ class ProcessLink(Link):
     """
 
     def __init__(self, start: Start, setup: Any, silence: float) -> None:
+        """Describe the process, which `open` starts; the arguments are those of the class."""
         self._start, self._setup = start, setup
         self.silence = silence
         self.child: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
-        """Start a new process in place of the old one, if there is one, and send it the setup."""
+        """Start a new process in place of the old one, if there is one, and send it the setup.
+
+        Raises:
+            PeerLost: the process cannot be started, or does not take the setup.
+        """
         await self.close()
         near_end, far_end = socket.socketpair()
         try:

@@ -70,7 +70,7 @@ class SharedWeights:
         start = 8 + len(text)  # offset of the first tensor
 
         descriptor = self._open()
-        weakref.finalize(self, _close, descriptor, os.getpid())
+        weakref.finalize(self, _close, descriptor, os.getpid())  # a fork of this process does not close it
         os.ftruncate(descriptor, start + size)
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
 
@@ -80,7 +80,10 @@ class SharedWeights:
             memory[first:last].view(dtype or tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     def _open(self) -> int:
-        """Open a new file, set `path`, and return the file's descriptor."""
+        """Open a new file, set `path`, and return the file's descriptor.
+
+        Where the system has no memory files (`memfd_create`), it is a temporary file, deleted with this object.
+        """
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("jackpot-weights", os.MFD_CLOEXEC)
             self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")

@@ -52,6 +52,7 @@ class ServerEngine(BackgroundEngine):
         Args:
             model: model whose weights the servers are sent first; the engine does not keep it.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`.
+            version: version of the model's weights.
 
         Raises:
             EngineError: no server can be reached, or a server serves another model; the text says what to do.
@@ -120,6 +121,7 @@ class ServerEngine(BackgroundEngine):
         self.protocol.check_temperature(request.sampling.temperature, request.uid)
 
     def _begin(self, requests: Sequence[Request]) -> None:
+        """Queue a call of a server for each request; `_complete` is given each rollout that comes back."""
         self._pool.begin(
             [
                 (request.uid, self._generate_request(request), lambda rollout: self._complete([rollout]))
@@ -185,6 +187,7 @@ class ServerEngine(BackgroundEngine):
         return self._files.save(weights, f"{self._id}-{next(self._weight_numbers)}")
 
     def _end(self) -> None:
+        """Close the pool and, if it was opened, the HTTP session; then delete the files of weights."""
         try:
             self._pool.close(*([self._session.close] if hasattr(self, "_session") else []))
         finally:
@@ -210,6 +213,7 @@ class ServerEngine(BackgroundEngine):
             max_model_len=min(info.max_model_len for info in infos),
             quantized=is_quantized(self._settings) or any(info.quantized for info in infos),
             dtype=self._dtype,
+            # One server on a GPU makes the engine one on a GPU.
             device="cpu" if all(info.device == "cpu" for info in infos) else "cuda",
         )
 

@@ -105,7 +105,7 @@ class HTTPClient(ABC):
             options: further arguments of `_request`.
         """
         data = await self._request(method, path, body, **options)
-        if len(data) > _LARGE:
+        if len(data) > _LARGE:  # parsed on another thread, so that the event loop goes on
             return await asyncio.to_thread(_parse, path, data, parse)
         return _parse(path, data, parse)
 

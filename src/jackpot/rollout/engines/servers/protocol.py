@@ -46,11 +46,11 @@ def make_rollout(
     finish_reason: str,
     version: Version,
 ) -> Rollout:
-    """Return the rollout of a response that a server has generated.
+    """Return the rollout of a response that a server, or vLLM in this process, has generated.
 
     Args:
         ids, log_probs: [T, 1 + K]; in each row the sampled token, then the top tokens, most probable first.
-        finish_reason: the server's word for why the response ended.
+        finish_reason: vLLM's or SGLang's word for why the response ended.
     """
     length = len(token_ids)
     values = torch.from_numpy(log_probs.astype(np.float32))
@@ -84,11 +84,13 @@ def checked_rollout(
     Args:
         rows: for each token of the response, (token, log-prob) of the token and then of the top tokens, as
             `log_prob_row` returns them.
+        max_tokens, stop_token_ids: the length limit and the stop tokens that the server was sent.
+        remedies: advice for errors.
 
     Raises:
         EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
     """
-    token_ids = [token for (token, _), *_ in rows]
+    token_ids = [token for (token, _), *_ in rows]  # the first pair of a row is that of the sampled token
     _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
 
     # Token ids and log-probs [T, 1 + K], from the (token, log-prob) pairs of all positions.
@@ -197,7 +199,7 @@ def checked_log_prob(value: Any, minus_infinity: float) -> float:
     Args:
         minus_infinity: this log-prob and smaller ones stand for minus infinity, which JSON has not.
     """
-    if type(value) not in (int, float):
+    if type(value) not in (int, float):  # a bool is no number here
         raise TypeError(f"the log-prob {value!r} is no number")
     return -np.inf if value <= minus_infinity else float(value)
 

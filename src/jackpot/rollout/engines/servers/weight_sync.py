@@ -70,7 +70,7 @@ class WeightsFolder:
         self._aliases = aliases
 
     def save(self, named_tensors: Sequence[tuple[str, Tensor]], version: str) -> SavedWeights:
-        """Write weights to a folder named `version`, completely or not at all.
+        """Write weights to a folder named `version`, completely or not at all; return what was written.
 
         Raises:
             EngineError: the folder cannot be written.
@@ -183,6 +183,7 @@ def check_loaded(
         unchanged = [key for key in expected if key not in equal and after[key] == before.get(key)]
         stale = [key for key in unchanged if expected[key] != old.checksums.get(without_rank(key))]
 
+    # Refused: old parameters, none with a name to compare, or none that equals the file byte for byte.
     if stale or not expected or (comparable and not equal):
         differing = ", ".join(sorted(stale)[:3])
         if not differing:

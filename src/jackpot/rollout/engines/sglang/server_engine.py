@@ -104,6 +104,7 @@ class SGLangReplica(Replica):
         return None
 
     async def _load(self, weights: SavedWeights) -> None:
+        """Have the server load the file of `weights`, as `Replica._load` says, and check that it holds them."""
         await self._client.update_weights(str(weights.folder), weights.version)
         checksums = await self._client.checksums()
         await self._check_version(weights)  # first: the weights of a server that was restarted just now are not stale

@@ -128,7 +128,8 @@ def set_attention(
     Args:
         implementation: eager, or sdpa, for which a model without sdpa keeps its default attention.
         fp8_cache: round keys and values to FP8 (`round_to_fp8`). Such a model must not be differentiated.
-        exact: compute sdpa in float64, so that a token's result does not depend on batch and cache.
+        exact: compute sdpa in float64, so that a token's result does not depend on batch and cache; without effect on
+            eager attention, and on an attention that cannot be replaced.
 
     Raises:
         EngineError: eager attention or an FP8 cache for a model whose attention cannot be replaced, or an FP8 cache for
@@ -143,7 +144,7 @@ def set_attention(
 
     functions = getattr(sys.modules[type(backbone(model)).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     is_replaceable = functions is ALL_ATTENTION_FUNCTIONS  # False: the model's code calls an attention of its own
-    current = model.config._attn_implementation or ""
+    current = model.config._attn_implementation or ""  # transformers' attribute may be None
 
     if fp8_cache and not (is_replaceable and current in _FP8_VARIANTS):
         raise EngineError(

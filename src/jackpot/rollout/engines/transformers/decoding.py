@@ -67,7 +67,10 @@ class ModelRunner:
         self.cache = make_cache(model.config, self.max_length)
 
     def prefill(self) -> Tensor:
-        """Run the model on the prompts, before any step; return the hidden states that predict first tokens, [R, H]."""
+        """Run the model on the prompts of the R rows, before any step; return the hidden states of their ends, [R, H].
+
+        These states predict each row's first token.
+        """
         # Read each different prompt once, and give every row a copy of the cache of its prompt.
         unique = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}  # U prompts
         device = self._model.device
@@ -113,8 +116,9 @@ class ModelRunner:
     def _mask(self) -> Tensor | None:
         """Return the attention mask of the newest tokens; None: each sees all cached tokens in its sliding window.
 
-        A mask [N, 1, 1, S] is returned where the model takes it, since transformers uses it unchanged. A mask [N, S]
-        costs more, since transformers makes a larger mask, with sliding windows, from it at every step.
+        S is the number of cached tokens. A mask [N, 1, 1, S] is returned where the model takes it, since transformers
+        uses it unchanged. A mask [N, S], False at padding, costs more, since transformers makes a larger mask, with
+        sliding windows, from it at every step.
         """
         if not isinstance(self.cache, BatchKVCache):
             return self._is_token[:, : self.length]
@@ -130,7 +134,7 @@ class ModelRunner:
     def _additive_mask(self) -> Tensor | None:
         """Return the numbers that attention adds to its scores, [N, 1, 1, S]: 0, or the lowest number for padding.
 
-        Return None for models that do not take such a mask.
+        S is the largest number of cached tokens. Return None for models that do not take such a mask.
         """
         config, dtype = self._model.config, self._model.dtype
         if config.model_type not in _PASS_MASKS_ON or config._attn_implementation not in ACCEPT_4D_MASKS:

@@ -155,6 +155,7 @@ class DraftedBatch(DecodingBatch):
         self._counts.read_by_draft += int(self._prompt_lengths[self._rows].sum())
 
     def _reorder(self, order: Tensor) -> None:
+        """Reorder the rows as `DecodingBatch._reorder` does; once drafts have started, those of both models' caches."""
         if not self._is_started:
             super()._reorder(order)
         elif len(order):

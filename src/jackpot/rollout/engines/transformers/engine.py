@@ -70,6 +70,7 @@ class TransformersEngine(QueuedEngine):
                 Quantization and the FP8 cache hold for `score` too.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
                 finds them.
+            version: version of the model's weights.
             drafter: the engine whose model proposes tokens as `settings.draft` says; None: nothing drafts.
 
         Raises:
@@ -151,7 +152,8 @@ class TransformersEngine(QueuedEngine):
         check_scores(rollouts, temperature, self.capabilities)
         model = self._weights.model
         scores: dict[int, Tensor] = {}  # by index in `rollouts`
-        # Rollouts of similar length share a forward pass, so that it has little padding.
+        # Rollouts of similar length share a forward pass, so that it has little padding. `pack` cuts the sorted
+        # rollouts into runs of at most `_SCORE_TOKENS` tokens.
         by_length = sorted(range(len(rollouts)), key=lambda index: len(rollouts[index].token_ids))
 
         for indices in pack(by_length, _SCORE_TOKENS, lambda index: rollout_lengths(rollouts[index])):
@@ -212,7 +214,7 @@ class TransformersEngine(QueuedEngine):
         make: Callable[..., DecodingBatch] = DecodingBatch
         if self._draft is not None:
             settings, counts = self._settings.draft or DraftConfig(), self._draft_counts
-            settings = settings.model_copy(update={"lam": 1.0} if is_exact else {})
+            settings = settings.model_copy(update={"lam": 1.0} if is_exact else {})  # 1: drafts change no distribution
             make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)

@@ -52,7 +52,7 @@ class BatchKVLayer(DynamicLayer):
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
 
     def reorder_cache(self, beam_idx: Tensor, moved: Tensor | None = None) -> None:
-        """Replace row i by the old row `beam_idx[i]`. Rows that keep their slot cost nothing.
+        """Replace row i by the old row `beam_idx[i]` (transformers' name). Rows that keep their slot cost nothing.
 
         Args:
             moved: the indices i with `beam_idx[i] != i`; None: computed here, which waits for the device.
@@ -142,6 +142,7 @@ class RaggedKVLayer(BatchKVLayer):
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
 
     def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return a larger buffer as `BatchKVLayer._grown` does, with 0 in its new columns."""
         buffer = super()._grown(states, rows)
         buffer[:, :, states.shape[2] :] = 0.0  # finite, since attention multiplies hidden columns by 0
         return buffer
@@ -155,7 +156,7 @@ def make_cache(config: PreTrainedConfig, max_length: int) -> BatchKVCache | Dyna
     """
     if not keeps_plain_keys(config):
         return DynamicCache(config=config)
-    windows = layer_windows(config)
+    windows = layer_windows(config)  # None for a layer without a window; the cache is told the smallest window
     return BatchKVCache(len(windows), max_length, sliding_window=min(filter(None, windows), default=None))
 
 

@@ -89,7 +89,7 @@ def masked_forward(
         tokens, positions: [N, T].
         masks: the masks of all layers, from `layer_masks`.
     """
-    with AttentionSet(model.config.get_text_config(), STATIC):
+    with AttentionSet(model.config.get_text_config(), STATIC):  # the model calls `static_attention` meanwhile
         return backbone(model)(
             input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, static_masks=masks
         ).last_hidden_state
@@ -159,6 +159,7 @@ class StaticKVLayer(RaggedKVLayer):
     """The keys and values of one layer, [N, heads, S, D]; a step writes one column, whose index a tensor holds."""
 
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor) -> None:
+        """Take over keys and values; `column` [1] is the index of the column that the next step writes."""
         super().__init__(keys, values, max_length=keys.shape[2])
         self._column = column
 
@@ -220,6 +221,7 @@ class StaticBatch(DecodingBatch):
         return finished
 
     def _reorder(self, order: Tensor) -> None:
+        """Reorder the rows as `DecodingBatch._reorder` does; with fixed shapes rows stay, and `_slots` is reordered."""
         if not self._is_started:
             super()._reorder(order)
         else:

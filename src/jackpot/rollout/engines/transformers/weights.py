@@ -78,7 +78,7 @@ class ModelWeights:
 
     @torch.no_grad()
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-        """Replace all weights, and return the digest of the weights as loaded.
+        """Replace all weights, and return the digest of the weights as loaded; released tensors get memory again.
 
         Nothing is written before all tensors are checked, so an error leaves the model as it was. Weights are cast to
         `dtype`, and the digest is that of the cast weights, before quantization. If codes and scales are sent instead,

@@ -79,6 +79,7 @@ class VLLMEngine(ThreadEngine):
         Args:
             path: path of the model as `load_model` takes it.
             device: the learner's device. vLLM runs on the same kind of device, by default on the same GPU.
+            version: version of the stored weights.
             drafter: the engine whose model proposes tokens as `settings.draft` says. vLLM holds a copy of that model,
                 which gets all new weights of `drafter`; None: this engine's model generates alone.
             rows: only token ids below this number are sampled; None: all rows of the output layer.
@@ -213,6 +214,7 @@ class VLLMEngine(ThreadEngine):
         return self._llm is not None and self._llm.has_unfinished_requests()
 
     def _shut_down(self) -> None:
+        """Shut down vLLM, if it was started; process groups that other engines of this process use stay."""
         if self._llm is None:
             return
         with _TURNS:
@@ -276,6 +278,7 @@ class VLLMEngine(ThreadEngine):
             model=self._folder,
             skip_tokenizer_init=True,
             generation_config="vllm",  # no sampling parameters from the model's folder
+            # vLLM loads `weights` if there are any, else those in the model's folder.
             load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
             hf_overrides=overrides,
             dtype=self._dtype,
@@ -320,6 +323,7 @@ class VLLMEngine(ThreadEngine):
         return self._llm.add_request(request_id, vllm.tokens_input(list(prompt)), parameters)
 
     def _step(self) -> None:
+        """Have vLLM take one step, and give each finished output to the handler of its request."""
         with _TURNS:
             outputs = self._llm.step()
         for output in outputs:
@@ -362,12 +366,12 @@ class VLLMEngine(ThreadEngine):
             converted = self._weight_format.convert(digest.watch(self._cast(weights)))
 
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": converted})
-        self._llm.apply_model(pack_tied_head)
+        self._llm.apply_model(pack_tied_head)  # on a CPU vLLM itself does not pack a tied output layer again
 
         if self._is_asleep:
             self._llm.wake_up(["kv_cache"])
             self._is_asleep = False
-        self._forget_states()
+        self._forget_states()  # the prefix cache of the old weights
 
         return digest.hexdigest()
 
