@@ -181,6 +181,7 @@ class Problems:
     """
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
+        """Read the rows that can be used: prompts, by `measure`, of at most `limit` tokens (None: any), unlike ids."""
         self.counts = RowCounts()
         self._rows = list(_kept(source, measure, limit, self.counts))
         earlier: dict[str, DataRow] = {}
