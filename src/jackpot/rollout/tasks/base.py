@@ -199,7 +199,7 @@ class PromptStream:
 
         epoch, offset = divmod(index, source.size)
         ordered_epoch, order = self._orders[source_index]
-        if epoch != ordered_epoch:  # shuffle the problems anew for each epoch
+        if epoch != ordered_epoch:  # each epoch has an order of its own
             order = list(range(source.size))
             random.Random(f"{self._seeds[source_index]}/{epoch}").shuffle(order)
             self._orders[source_index] = (epoch, order)

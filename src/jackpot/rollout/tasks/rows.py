@@ -460,7 +460,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
         """
         # An answer is read as a label, else as an option's text, else as a letter with punctuation, such as `(b)`, else
         # as an index from 0. Where the data has no labels, an integer is an index and never the text of an option.
-        # A label or text that stands there twice names no option.
+        # A label or text that two options share names neither of them.
         candidates = [(names, answer)]
         if not is_integer or labels is not None:
             candidates += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
