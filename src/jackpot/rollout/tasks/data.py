@@ -182,7 +182,7 @@ class Problems:
     """
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
-        """Read the usable rows, whose prompts have by `measure` at most `limit` tokens (None: any); refuse equal ids."""
+        """Read the usable rows, with at most `limit` prompt tokens by `measure` (None: any), and refuse equal ids."""
         self.counts = RowCounts()
         self._rows = list(_kept(source, measure, limit, self.counts))
         earlier: dict[str, DataRow] = {}
