@@ -260,7 +260,7 @@ def checked_scores(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list
             text = f"the reward is {score.reward:g}; it must be a number from -1e30 to 1e30"
             score = replace(score, reward_error="invalid", error_text=text)
 
-        if not is_valid or rollout.finish == "aborted":
+        if not is_valid or rollout.finish == "aborted":  # a verdict of None stays None
             score = replace(score, reward=0.0, correct=None if score.correct is None else False)
         checked.append(score)
     return checked

@@ -83,6 +83,7 @@ class Sampler:
         event: Callable[[int, dict[str, Any]], None],
         check: Callable[[int, list[Rollout]], None] = lambda iteration, rollouts: None,
     ) -> None:
+        """Begin with no batch under way; `event` gets (iteration, event), `check` gets (iteration, rollouts)."""
         self._config = config
         self._engines, self._costs = engines, costs
         self._task, self._tokenizer = task, tokenizer
@@ -277,7 +278,7 @@ class Sampler:
                 reasons[rollout.uid] = reason
 
             group = members[rollout.prompt.uid]
-            if rollouts.keys() >= set(group):
+            if rollouts.keys() >= set(group):  # all responses of the group have ended
                 with self._clock("score"):
                     usable = [rollouts[uid] for uid in group if uid not in reasons]
                     wait = start_scoring(usable, self._task, self._tokenizer)
@@ -344,9 +345,9 @@ class Sampler:
         return sums | {"sampling/rollout_model_share": Mean.numbers(by_rollout_model)}
 
     def _group(self, rollouts: Sequence[Rollout], scores: Sequence[Score]) -> PromptGroup:
-        """Pair the responses to one prompt with their scores.
+        """Pair the responses to one prompt with their shaped scores, and find out whether their rewards are equal.
 
-        With `baseline: model` the responses of a model are compared with each other, not with the other model's.
+        Rewards are compared as the task gave them; with `baseline: model`, those of each model's responses alone.
         """
         members = [
             ScoredRollout(rollout=rollout, score=shaped_score(self._config, rollout, score))

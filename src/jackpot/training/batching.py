@@ -128,7 +128,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
 
     response_mask = pad(rollout.sampled_mask for rollout in rollouts)
     rollout_log_probs = pad(rollout.rollout_log_probs for rollout in rollouts)
-    values = [item.values for item in samples if item.values is not None]  # all samples have values, or none has
+    values = [item.values for item in samples if item.values is not None]  # of all samples; without a critic, of none
     returns = [item.returns for item in samples if item.returns is not None]
     # One key a response, from which the random numbers of OBRS's acceptance mask are hashed.
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]
@@ -158,7 +158,8 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
 def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: bool = False) -> list[TokenBatch]:
     """Gather chosen rows of several batches in as few batches as possible, none larger than the largest of `batches`.
 
-    The new batches have other random numbers of OBRS (`uniforms`), and neither values nor returns of a critic.
+    The new batches have other random numbers of OBRS (`uniforms`), neither values nor returns of a critic, and no row
+    that counts as the policy's own (`by_policy`).
 
     Args:
         rows: indices of the chosen rows of each batch.
@@ -225,7 +226,10 @@ def _tokens(batch: TokenBatch, pads: bool) -> int:
 
 
 def _sample(batch: TokenBatch, row: int) -> TrainingSample:
-    """Return one sequence of a batch as the sample that it was made from, except for its reward, values and returns."""
+    """Return one sequence of a batch as a sample with the tokens, token columns and advantages that it was made from.
+
+    Reward, finish, and the prompt's uid and text are stand-ins. Values, returns and the sampling model are left out.
+    """
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 

@@ -76,14 +76,14 @@ class RunComponents:
         An engine with quantized weights may take them already quantized, as codes and scales; then these are sent.
 
         Returns:
-            Metrics of the update.
+            The metric `mismatch/codes_differ`, which is 0, where codes were sent, else no metric.
 
         Raises:
             WeightsError: the engine holds other weights than the learner sent.
         """
         weights = self.learner.weights(role, engine.capabilities.dtype)
         if engine.capabilities.sleeps:
-            self.learner.release_memory()
+            self.learner.release_memory()  # the engine can use what the learner caches
         return send_weights(engine, weights, self.learner.version)
 
     def take_events(self) -> Iterator[dict[str, Any]]:
@@ -104,7 +104,11 @@ class RunComponents:
 
 
 def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: Version) -> Sums:
-    """Copy all weights of a model, of `version`, into an engine, as `RunComponents.send_weights` does."""
+    """Copy all weights of a model, of `version`, into an engine, and verify by a digest that all of them arrived.
+
+    Return the metric `mismatch/codes_differ`, which is 0, for an engine that takes codes, else no metric. Raise
+    WeightsError where the engine holds other weights than were sent.
+    """
     dtype, codes = engine.capabilities.dtype, engine.capabilities.coded_weights
     digest = WeightsDigest(None if codes else dtype)
 

@@ -102,7 +102,10 @@ class GapEvidence:
 
 
 def _error_text(index: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
-    """Describe, for the error, the gaps in range `index` of depths, which begins at 2**index, and their limit."""
+    """Describe, for the error, the gaps in range `index` of depths, which begins at 2**index, and their limit.
+
+    `means` has the mean gap of each prompt in each range, [P, D]; `usual` and `limits` are of each range, [D].
+    """
     first, gap = 2**index, float(means[:, index].nanmean())
     return (
         f"the engine's log-probs have moved away from training's: at the tokens {first} to {2 * first - 1} of "

@@ -68,6 +68,8 @@ def training_sums(
 def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Sums:
     """Measure the lag of sampled tokens: how many iterations have updated the model since it generated the token.
 
+    Without samples there are no metrics.
+
     Args:
         starts: versions of the weights at the start of the newest iterations, oldest first, this iteration's last.
     """
@@ -119,7 +121,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
 
 
 def _acceptance_error(sums: Sums) -> Tensor:
-    """Return the standard error of mean acceptance minus mean Z.
+    """Return the standard error of mean acceptance minus the mean of Z, a token's expected acceptance.
 
     The error is clustered by response: a Z that leaves out some of the probability errs alike for all tokens of a
     response. It is at least the error of independent acceptances, whose variance is Z (1 - Z) at most: where rejections
@@ -136,12 +138,15 @@ def _of_many(metric: Mean | EffectiveSampleSize, share: Tensor) -> Tensor:
 
 
 def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overlaps: bool) -> dict[str, float]:
-    """Return the seconds of every phase of an iteration, and tokens per second.
+    """Return the wall and CPU seconds of every phase of an iteration and, if it has rollouts, tokens per second.
+
+    Generated tokens are counted per second of generation and training together, and per second of generation.
 
     Args:
         spent: seconds by phase.
         rollout_tokens: number of tokens generated in the iteration; None or 0 for an iteration without rollouts.
-        overlaps: True where the engine generates while the learner trains, so that the time of generation is unknown.
+        overlaps: True where the engine generates while the learner trains, so that the time of generation is unknown
+            and its speed is left out.
     """
     timings = {f"seconds/{phase}": seconds.wall for phase, seconds in spent.items()}
     timings |= {f"cpu_seconds/{phase}": seconds.processor for phase, seconds in spent.items()}

@@ -45,7 +45,7 @@ class ModelOutputs(NamedTuple):
 
 
 class JointForward:
-    """The forward pass of both models: backbones, joint head, and the estimate of Z.
+    """The forward pass of both models: backbones, joint head, and the estimate of Z, a token's expected acceptance.
 
     Args:
         models: both models; where they are one model, the policy generates its own rollouts.
@@ -65,6 +65,10 @@ class JointForward:
         reference: Reference | None,
         gathered: Gathered | None,
     ) -> None:
+        """Make the head that reads both models or, where one model has both roles, the policy alone.
+
+        `distill` is None where the rollout model is not trained; `version` returns that of the current weights.
+        """
         self._models = models
         self._objective = objective
         self.distill = distill
@@ -90,14 +94,14 @@ class JointForward:
         return self.scores(batch, self.outputs(batch, old), old)
 
     def send(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
-        """Copy a micro-batch to the device, after a check that an exact Z, if one is due, can be computed for it.
+        """Copy a micro-batch to the device, after a check that Z can be computed exactly for it, if this is due.
 
-        The check is made while the micro-batch is on the CPU, so that nothing waits for the device.
+        Z is the expected acceptance of a token. The check is made on the CPU, so that nothing waits for the device.
 
         Raises:
             ConfigError: as `check_exact`.
         """
-        if not self._options.is_mixed:  # one model sampled all rollouts
+        if not self._options.is_mixed:  # one model sampled all rollouts, so nothing is to be told apart
             batch = replace(batch, by_policy=None)
         if self._normalizer(old) == "exact":
             check_exact(self.weights_are_current(batch), batch.response_mask)
@@ -106,8 +110,8 @@ class JointForward:
     def outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool = False) -> ModelOutputs:
         """Run the backbones and the joint head over a micro-batch.
 
-        No exact Z is computed where `old` holds the Z that the correction uses, because the weights that generated the
-        rollouts may no longer exist.
+        No exact Z (expected acceptance) is computed where `old` holds the Z that the correction uses, because the
+        weights that generated the rollouts may no longer exist.
 
         Args:
             is_trained: True to compute also what only a backward pass and its metrics need.
@@ -130,7 +134,7 @@ class JointForward:
         if outputs.budgeted is None or objective.budget is None:
             return scores
 
-        # Replace Z and lam by those that the budget has chosen.
+        # Replace Z, the expected acceptance of each token, and lam by those that the budget has chosen.
         z, lam = (batch.spread(column.to(scores.log_probs.dtype)) for column in outputs.budgeted)
         # Z is the sum of min(p_inf, p_target / lam). At tokens that the policy sampled itself, p_inf and p_target are
         # one distribution, so Z is min(1, 1 / lam), which is the budget at lam = 1 / budget.
@@ -196,8 +200,8 @@ class JointForward:
         hidden: dict[Role, Tensor] = {role: response_hidden(self._models[role], batch) for role in roles}
         states = (hidden["policy"], hidden.get("rollout_model"))  # what the head reads; None: the policy alone
 
-        # The head sums an exact Z at the correction's lam. But where the correction has a budget, the Z that all tokens
-        # shall have, `z_for_budget` below finds the lam at which Z is the budget, and Z at this lam.
+        # The head sums an exact Z, the expected acceptance, at the correction's lam. But where the correction has a
+        # budget, the Z that all tokens shall have, `z_for_budget` below finds the lam that gives this Z.
         is_exact = self._normalizer(old) == "exact"
         budget = self._objective.budget if is_exact else None
         head = self._head(

@@ -103,6 +103,10 @@ class JointLearner(Learner):
         reference: Reference | None = None,
         gathered: Gathered | None = None,
     ) -> None:
+        """Freeze the models without an optimizer, and make the parts that run, step and correct.
+
+        `gathered` holds the models where they are sharded over ranks. What the run has not is None.
+        """
         policy, rollout_model = models["policy"], models.get("rollout_model")
         self.models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._objective = objective
@@ -173,6 +177,7 @@ class JointLearner(Learner):
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
     ) -> TrainResult:
+        """Take all optimizer steps on one rollout batch; `mini_batches` has the micro-batches of each step."""
         # Whether the rollout model runs and trains on this rollout batch, beside the policy.
         self._forward.runs_both = self._forward.is_separate and with_rollout_model
         steps = self.compute_old_log_probs(mini_batches)
@@ -190,10 +195,10 @@ class JointLearner(Learner):
         return TrainResult(steps=results, engine_gaps=column_on_host(gaps))
 
     def compute_old_log_probs(self, mini_batches: Sequence[Sequence[TokenBatch]]) -> list[list[MicroBatch]]:
-        """Compute the policy's log-probs of a rollout batch before the first update on the batch.
+        """Return the micro-batches with their old log-probs, under the weights before the first update on the batch.
 
-        They cost a forward pass without gradient over the rollout batch. The pass is left out for a single optimizer
-        step, whose training pass gives the log-probs, and for steps that only distil.
+        They cost a forward pass without gradient over the rollout batch. The pass is left out, and `old` is None, for a
+        single optimizer step, whose training pass gives the log-probs, and for steps that only distil.
         """
         self._old_version = self.version
         if len(mini_batches) == 1 or self._only_distils:
@@ -282,7 +287,7 @@ class JointLearner(Learner):
         Args:
             on_host: tokens of the micro-batch, on the CPU.
             micro: the micro-batch, on the device.
-            known: totals of the step, as far as they are known.
+            known: totals of the step; where its `totals` are None, this micro-batch gives them, summed over the ranks.
             trace: whether to return per-token columns, and how the rollout model's gradient splits.
         """
         batch = micro.tokens
@@ -290,7 +295,7 @@ class JointLearner(Learner):
         norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None  # for `KappaRepair`
 
         scores = self._forward.scores(batch, outputs, micro.old)
-        old = micro.old or OldLogProbs.of(scores)
+        old = micro.old or OldLogProbs.of(scores)  # in a first update the current log-probs are the old ones
         # `measured` is this micro-batch's part of the totals.
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         # If no totals are known, this is the only micro-batch of the rank: sums over the ranks are the step's totals.
@@ -344,7 +349,7 @@ class JointLearner(Learner):
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
-        # Write this rank's part of the models and moments; every other rank writes its own.
+        """Write this rank's part of the models and moments to `folder`; return checksums by the files' paths in it."""
         files, failed = {}, None
         for write in self._writers(folder, roles):
             try:
@@ -356,7 +361,7 @@ class JointLearner(Learner):
         return files
 
     def _writers(self, folder: Path, roles: Sequence[Role]) -> Iterator[Callable[[], list[Path]]]:
-        """Yield functions that write this rank's part of each model, and of each optimizer's moments."""
+        """Yield functions that write this rank's part of a model, or of an optimizer's moments, and return files."""
         part = self._gathered.part if self._gathered else WHOLE
         for role in roles:
             model = self.critic.model if self.critic and role == "critic" else self.models[role]
@@ -396,7 +401,10 @@ class JointLearner(Learner):
         return self._rollout_objective if self._forward.runs_both else None
 
     def _adapt_distillation(self, metrics: Sums, steps_rollout_model: bool) -> Sums:
-        """Report this step's weight of the distillation and, with `distill_control`, set the next step's weight."""
+        """Report this step's weight of the distillation and, with `distill_control`, set the next step's weight.
+
+        There is no such weight, and no metric, where the rollout model is not trained on this rollout batch.
+        """
         objective, control = self._active_objective, self._options.distill_control
         if objective is None:
             return {}

@@ -54,6 +54,10 @@ class JointOptimizer:
         rollout_model_each_step: bool,
         ess_scaling: str | None = None,
     ) -> None:
+        """Keep the optimizers; unless `rollout_model_each_step`, the rollout model's gradients are added up over steps.
+
+        `regularized`: the policy has a gradient even if all advantages are 0. `ess_scaling`: key of `EFFECTIVE_SHARES`.
+        """
         self._optimizers: dict[Role, ModelOptimizer] = dict(optimizers)
         self._regularized = regularized
         self._effective_share = EFFECTIVE_SHARES[ess_scaling] if ess_scaling else None
@@ -94,7 +98,7 @@ class JointOptimizer:
         if self._accumulator:
             counts.pop("rollout_model", None)
 
-        # Divide and clip the gradients of these models.
+        # Divide and clip the gradients of the models that step now.
         norms = {role: self._prepare(role, count) for role, count in counts.items()}
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
 

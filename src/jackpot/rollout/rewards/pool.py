@@ -82,6 +82,7 @@ class RewardWorkerPool:
     """
 
     def __init__(self, function: str, limits: CallLimits, *, workers: int) -> None:
+        """Describe the pool, without a process yet; `workers` is the largest number of processes."""
         self._function, self._limits = function, limits
         self._timeout = min(limits.timeout, _MAX_TIMEOUT)
         self._most_workers, self._batch_size = workers, 1  # until `wait_until_ready` knows the function
@@ -147,7 +148,10 @@ class RewardWorkerPool:
         self._close()
 
     def _do(self, items: Sequence[Item], deadline: float) -> list[RewardResult]:
-        """Call the function for the items of one job, which one worker does; retry failed calls as the limits say."""
+        """Call the function for the items of one job, which one worker does; retry failed calls as the limits say.
+
+        If `deadline`, a time of `time.monotonic()`, has passed, each item gets the error `timeout` without a call.
+        """
         if time.monotonic() > deadline:
             not_begun = RewardResult(0.0, "timeout", text="its call had not begun when the time of its batch was up")
             return [not_begun] * len(items)
@@ -167,8 +171,8 @@ class RewardWorkerPool:
         ended_twice = RewardResult(
             0.0, "crash", text="its process ended twice, the second time while it was called alone"
         )
-        # Where a call ended its process, the result is None. The item is tried again, and gets an error if this
-        # ends that process too.
+        # Where a call ended its process, the result is None. The item is tried again, and gets the error `crash` if the
+        # second call ends its process too.
         return [
             result or self._tried([item], is_fresh=True)[0] or ended_twice
             for item, result in zip(items, self._tried(items, is_fresh=False), strict=True)
@@ -274,7 +278,7 @@ class _Worker:
             variables = {name: os.environ[name] for name in passed} | {_MARK: self._mark}
             command = [sys.executable, "-c", _ENTRY, path]
             self.process = Popen(command, stdin=worker_end.fileno(), start_new_session=True, env=variables)
-        self.is_async = self.is_shared = False  # is_shared: all calls go to one process
+        self.is_async = self.is_shared = False  # set by `begin`; is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:
         """Wait until the process has imported the function; raise as `RewardWorkerPool.wait_until_ready` does.

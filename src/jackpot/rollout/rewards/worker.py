@@ -93,9 +93,9 @@ def main() -> None:
 def _set_limits() -> None:
     """Set fixed limits of open files, the size of a file and the number of processes, and leave Ctrl-C to the parent.
 
-    The alarm signal ends the process, as `main` needs it to. So the process does not outlive its parent: an idle worker
-    sees the socket close, and a busy or importing worker is ended by the kernel's alarm, `GRACE` seconds after its time
-    limit. Processes that a reward function starts are ended by the parent only.
+    A crash writes no core file. SIGALRM, the alarm that `main` sets for `GRACE` seconds after each time limit, gets its
+    default effect, the end of the process. So no worker outlives its parent for long: an idle worker sees the socket
+    close, and the alarm ends one that calls or imports. Processes that a function starts are ended by the parent only.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

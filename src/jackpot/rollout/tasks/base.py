@@ -74,7 +74,7 @@ class Task(ABC):
         return lambda: scores
 
     def step(self, prompt: Prompt, response: str) -> str | None:
-        """Return the environment's reply, such as a tool's result, or None to end the response.
+        """Return the environment's reply, such as a tool's result, or None, as here, to end the response.
 
         The reply is tokenized alone, without the text before it. Special tokens that are spelled out in the reply
         become special tokens.
@@ -142,6 +142,7 @@ class PromptStream:
     """
 
     def __init__(self, task: Task, split: Split, seed: int) -> None:
+        """Begin before the first prompt; `seed` decides the order of sources and of their problems."""
         self._sources = task.prompt_sources(split, seed)
         self._sizes = [source.size for source in self._sources]
         if 0 in self._sizes:
@@ -193,12 +194,12 @@ class PromptStream:
     def _prompt(self, source_index: int, index: int) -> Prompt:
         """Return the prompt that the stream draws from a source after `index` earlier ones of the same source."""
         source = self._sources[source_index]
-        if source.size is None:
+        if source.size is None:  # an endless source is read in its own order
             return source.prompt(source.first + index)
 
         epoch, offset = divmod(index, source.size)
         ordered_epoch, order = self._orders[source_index]
-        if epoch != ordered_epoch:
+        if epoch != ordered_epoch:  # each epoch has an order of its own
             order = list(range(source.size))
             random.Random(f"{self._seeds[source_index]}/{epoch}").shuffle(order)
             self._orders[source_index] = (epoch, order)

@@ -61,7 +61,8 @@ class DataSource:
 def find_source(settings: DataConfig, split: Split) -> DataSource:
     """Find the source that `task.train` or `task.test` names, without reading it.
 
-    A benchmark is read from a file in the folder JACKPOT_DATA if the file is there, else from the hub.
+    A benchmark is read from a file in the folder JACKPOT_DATA if the file is there, else from the hub. Other sources
+    have the columns of `_OWN_DATA` unless the settings name others.
 
     Raises:
         DataError: the source is neither a benchmark (lists all), nor data of the hub, nor a path that exists.
@@ -181,6 +182,7 @@ class Problems:
     """
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
+        """Read the usable rows, with at most `limit` prompt tokens by `measure` (None: any), and refuse equal ids."""
         self.counts = RowCounts()
         self._rows = list(_kept(source, measure, limit, self.counts))
         earlier: dict[str, DataRow] = {}

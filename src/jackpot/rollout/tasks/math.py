@@ -55,6 +55,7 @@ class Math(Task):
         reward_fn: RewardFn | None = None,
         splits: Sequence[Split] = get_args(Split),
     ) -> None:
+        """Find the sources of `splits` without reading them; a `reward_fn` is shared with other tasks."""
         self._settings = settings
         self._shared_reward_fn = reward_fn
         self._sources: dict[Split, list[DataSource]] = {
@@ -145,7 +146,7 @@ class Math(Task):
         return self._shared_reward_fn or RewardFn(settings.rewards, **limits, verdict=settings.decides)
 
     def _problems_of(self, split: Split) -> list[Problems]:
-        """Return the problems of each source of a split, read on the first call."""
+        """Return the problems of each source of a split; the first call reads them, and logs what was left out."""
         if split not in self._sources:
             raise DataError(unknown_name("split", split, self._sources))
 
@@ -175,7 +176,7 @@ def make_benchmark(
         DataError: there is no such source, or as `Math`.
     """
     fields = settings.model_dump(include=set(QuestionConfig.model_fields))
-    # The built-in verdict `correct` is the verifier's.
+    # The verdict named `correct`, which is built in, is given by the verifier.
     fields["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
     return Math(tokenizer, MathConfig(train=data, test=data, **fields), reward_fn, splits=("test",))
 

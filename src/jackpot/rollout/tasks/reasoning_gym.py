@@ -41,6 +41,7 @@ class ReasoningGym(Task):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ReasoningGymConfig) -> None:
+        """Make the data sets that the settings name, and a pool of workers that score answers."""
         if find_spec("reasoning_gym") is None:
             raise ConfigError(f"reasoning-gym is not installed, which generates the problems: {install('gym')}")
         self._settings = settings
@@ -131,6 +132,7 @@ def _make_data_set(name: str, kwargs: Mapping[str, Any]) -> Any:
 
     if name not in DATASETS:
         raise DataError(unknown_name("data set of reasoning-gym", name, DATASETS))
+    # A name stands for a pair of classes in DATASETS: that of the data set, and that of its settings.
     if _EXECUTES.search(inspect.getsource(DATASETS[name][0].score_answer)):
         raise DataError(
             f"the scorer of reasoning-gym's {name} executes what a model writes as Python; take another data set, or "

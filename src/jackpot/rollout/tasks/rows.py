@@ -313,6 +313,7 @@ def make_reader(
     # The form of the answers is that of the settings, or else that which the benchmark gives for the answer's column.
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
     # Finds the answer in the text of that column, which may be a whole solution; returns None where there is none.
+    # The form `regex` is the only one that `ANSWERS` lacks, and always has a regex.
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read_row(index: int, record: Record) -> DataRow:
@@ -388,6 +389,7 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
     """Return a row's problem, as text or chat messages; None where the problem is empty.
 
     In a `column` such as `{Body} {Question}` each name in braces is replaced by the value of that column.
+    Raise DataError for messages that end with the assistant's, and for a value of another form.
     """
     if _IN_BRACES.search(column):
         return _IN_BRACES.sub(lambda match: _text(_lookup(values, match[1]), match[1]) or "", column).strip() or None
@@ -406,7 +408,10 @@ def _problem(values: Mapping[str, Any], column: str) -> Problem | None:
 
 
 def _message(value: Any, column: str) -> Message:
-    """Read a chat message from its dict with `role` and `content`; the content is text, or a list of texts to join."""
+    """Read a chat message from its dict with `role` and `content`; the content is text, or a list of texts to join.
+
+    Raise DataError for a value of another form.
+    """
     role, content = (_lookup(value, name) for name in ("role", "content"))
     if isinstance(content, list) and all(_lookup(entry, "type") == "text" for entry in content):
         content = "".join(str(_lookup(entry, "text", "")) for entry in content)
@@ -455,6 +460,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
         """
         # An answer is read as a label, else as an option's text, else as a letter with punctuation, such as `(b)`, else
         # as an index from 0. Where the data has no labels, an integer is an index and never the text of an option.
+        # A label or text that two options share names neither of them.
         candidates = [(names, answer)]
         if not is_integer or labels is not None:
             candidates += [(plain, answer), (options, answer), (names, answer.strip("(). ").upper())]
@@ -469,6 +475,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
             )
         return choice(ascii_uppercase[indices[0]], plain[indices[0]])
 
+    # There are 26 letters, of which as many are used as there are options.
     lines = [f"\n{letter}. {text}" for letter, text in zip(ascii_uppercase, plain, strict=False)]
     return "\n" + "".join(lines), choose
 
@@ -522,6 +529,7 @@ def _last_boxed(text: str) -> str | None:
     opened: list[int | None] = []  # for every open brace: where the content of its box begins, None without a box
 
     # The last box is the one that begins last, so `max` compares positions: an outer box closes after an inner one.
+    # Group 1 is the opening brace of a box, or the word after a bare \boxed. Any other match is a single brace.
     for match in re.finditer(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)|(?<!\\)[{}]", text):
         if match[1] == "{":
             opened.append(match.end())

@@ -33,6 +33,7 @@ class Template:
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str, system_prompt: str | None
     ) -> None:
+        """Try the template `name` on a question; `instruction` follows each problem ("": none)."""
         self._tokenizer = tokenizer
         self._format = TEMPLATES[name]
         self._instruction, self._system_prompt = instruction, system_prompt
@@ -100,7 +101,10 @@ class Template:
         return max(filter(following.startswith, special), key=len, default="")
 
     def _after_turn(self, text: str) -> str:
-        """Return what the chat template writes after a turn of the model when the user says `text` next."""
+        """Return what the chat template writes after a turn of the model when the user says `text` next.
+
+        Raise DataError as `reply` does.
+        """
         messages = [Message("user", "1+1"), Message("assistant", _MARKER), Message("user", text)]
         _, marker, following = chat(self._tokenizer, messages).partition(_MARKER)
         if not marker:

@@ -48,6 +48,7 @@ def import_vllm(compiles: bool) -> SimpleNamespace:
     Raises:
         EngineError: vLLM is not installed.
     """
+    # Set the variables of the environment that the user has not set.
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not compiles:
@@ -151,7 +152,10 @@ def register_loader(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Replace the weights of vLLM's draft model, as `reload_weights` of vLLM's worker does for the main model."""
+    """Replace the weights of vLLM's draft model, as `reload_weights` of vLLM's worker does for the main model.
+
+    On a CPU, then pack a tied output layer again, since vLLM's packed copy still has the old weights.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

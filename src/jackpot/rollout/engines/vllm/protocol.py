@@ -169,7 +169,7 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
         tokens = request.prompt[-count:]
         values = [_log_prob(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
 
-    # Here vLLM names a token by its id, as in `token_id:42`.
+    # Of the one sampled position. Here vLLM names a token by its id, as in `token_id:42`.
     values.append(_log_prob(choice["logprobs"]["top_logprobs"][0][f"{_PREFIX}{request.token}"]))
     check_log_probs(values, uid)
     return values

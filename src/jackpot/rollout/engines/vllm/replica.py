@@ -32,13 +32,17 @@ class VLLMReplica(Replica):
         self._model_name = ""  # name of the server's model, which every request for a completion gives
 
     async def _read_facts(self) -> VLLMServerInfo:
-        """Ask the server for its model's name, settings, sizes and parameters, check them, and return them."""
+        """Ask the server for its model's name, which is stored, and its settings, sizes and parameters; return these.
+
+        Raises:
+            EngineError: the facts have an unknown form, or do not fit the run.
+        """
         client = self._client
         self._model_name = await client.model_name()
         vllm_config = await client.vllm_config()
         inspection, checksums = await client.model_inspection(), await client.checksums()
 
-        with self._reading_facts():
+        with self._reading_facts():  # turns an error of form into an EngineError
             info = parse_server_info(vllm_config, inspection, checksums)
         check_server(info, self.name, self._expected)
         return info

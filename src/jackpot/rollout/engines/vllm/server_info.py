@@ -82,6 +82,8 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
 def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool) -> dict[str, int]:
     """Read the model's sizes from the text in which PyTorch prints the modules of the first rank.
 
+    A size that the text does not tell is left out.
+
     Args:
         tensor_parallel: number of ranks among which heads and features are split.
         has_all_layers: False where the layers are split among ranks.
@@ -107,6 +109,7 @@ def model_sizes(model: PreTrainedModel) -> dict[str, int]:
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     named = {name: getattr(config, name, None) for name in names}
     head = output_layer(model)
+    # A config may lack a size, or have one for each layer: such a size is left out.
     return {
         "vocab_size": head.out_features,
         "hidden_size": head.in_features,
@@ -129,6 +132,7 @@ def _check_model(info: VLLMServerInfo, url: str, expected: ExpectedModel) -> Non
             f"with --logprobs-mode processed_logprobs"
         )
 
+    # A size that the server does not report counts as equal.
     differences = [
         f"{name} {info.sizes[name]}, ours {size}"
         for name, size in expected.sizes.items()

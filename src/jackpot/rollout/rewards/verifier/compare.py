@@ -186,7 +186,7 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
     # Both or neither must have members with names, such as `x = 1`.
     if len(members) != len(expected) or any(map(_name, members)) != any(map(_name, expected)):
         return False
-    # Compare in order, also where all members of the reference are words of several letters.
+    # Compare in order, also where all members of the reference are words of several letters (else `_words` is None).
     if reference.ordered or all(len(_words(member) or "") > 1 for member in expected):
         return all(map(partial(_compare, algebra=algebra), members, expected))
 

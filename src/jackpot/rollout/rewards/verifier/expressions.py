@@ -68,8 +68,10 @@ def parse(text: str) -> Basic:
     Raises:
         Exception: math-verify cannot parse the text.
     """
+    # Write degrees as a product with pi / 180.
     text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     parsed: Any = parse_latex_cached(normalize_latex(text, config=_STYLE))
+    # For each decimal in the parsed expression, the fraction that replaces it.
     exact: dict[Basic, Basic] = {decimal: Rational(str(decimal)) for decimal in parsed.atoms(Float)}
     return parsed.xreplace(exact | {symbol: I for symbol in parsed.free_symbols if symbol.name == "i"})
 

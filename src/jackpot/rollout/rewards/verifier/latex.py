@@ -77,10 +77,11 @@ def _power_of_ten(match: re.Match[str]) -> str:
     r"""Return a number in e-notation, such as `4.5e33`, as `4.5\times 10^{33}`; after a slash it gets parentheses.
 
     If the exponent has a sign, the number must stand alone: `e^2-2e-3` and `(3e-1)/2` are sums with Euler's number, and
-    are returned unchanged.
+    are returned unchanged. Group 1 of `match` (`_E_NOTATION`) is the number before the `e`, group 2 the exponent.
     """
     before, after = match.string[: match.start()], match.string[match.end() :]
     if not match[2].isdecimal():  # the exponent has a sign
+        # Whether brackets hold nothing but the number, as in `(3e-1)/2`: then it may be a sum inside a product.
         in_brackets = before.rstrip("+- ").endswith(("(", "[")) and after.lstrip().startswith((")", "]"))
         if in_brackets or not _BEGINS.search(before) or not _ENDS.match(after):
             return match.group()

@@ -66,7 +66,10 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
 
 
 def _value(groups: dict[str, str]) -> Fraction:
-    """Return the number that the named groups of a match of `_NUMBER` denote; a missing group is an empty text."""
+    """Return the number that the named groups of a match of `_NUMBER` denote; a missing group is an empty text.
+
+    In `2 1/3` the groups whole, top and bottom are 2, 1 and 3; in `4.5` top is all. `power` is the exponent of 10.
+    """
     top, bottom = (re.sub("[, ]", "", groups[name]) for name in ("top", "bottom"))
     value = Fraction(top) / Fraction(bottom or 1)
     # Add the digits that repeat: the period 6 of 0.1\overline{6} is 6 / (10 * 9).
@@ -96,7 +99,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     The unit is "" where there is none. Return None where words in `\text{...}` follow that are neither a unit nor a
     label. Plain words that may be algebra, a product of letters, stay in the expression.
     """
-    # A sign, such as `%`.
+    # A sign, such as `%`. All signs that match are known units, so "" never stands in for one.
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return text[: match.start()], read_unit(match[1], symbols=True) or ""
 

@@ -155,7 +155,8 @@ def units_agree(answer: str, reference: str) -> bool:
     """Return whether the unit of an answer agrees with the unit of the reference.
 
     Where both have a unit, the units must be equal. Every unit agrees with a label of the reference, such as `apples`.
-    An answer's `K` agrees with kelvin alone, because elsewhere it may mean thousand.
+    A label of the answer agrees with no unit. An answer's `K` agrees with kelvin alone, not with a number without unit,
+    because it may mean thousand.
     """
     if answer == _K:
         return reference in (_K, "kelvin")
@@ -164,9 +165,9 @@ def units_agree(answer: str, reference: str) -> bool:
 
 
 def _product(text: str, symbols: bool) -> str | None:
-    """Return a product of units in alphabetical order, such as `hour^-1 kilometer`; None if a word is no unit.
+    """Return a product of units in alphabetical order, such as `hour^-1 kilometer`, or "" where all units cancel.
 
-    `symbols` is as in `read_unit`.
+    Return None where a word is no unit, and where the text is no product. `symbols` is as in `read_unit`.
     """
     # Spell products in one way: `per` is a slash, and `square meter` becomes `meter^2`.
     for pattern, replacement in _PRODUCTS:
