@@ -45,7 +45,8 @@ def rollout_model_objective(objective: RolloutModelConfig, loss_agg_mode: str) -
     """Build the rollout model's objective, eqs. 6 and 7, from the settings.
 
     Args:
-        loss_agg_mode: how token losses are averaged, `objective.loss_agg_mode`, which holds for both models.
+        objective: the settings of the block `rollout_model`.
+        loss_agg_mode: how token losses are averaged, a key of `LOSS_AGG_MODES`: that of the policy's objective.
     """
     return RolloutModelObjective(
         correction=construct_correction(objective.correction),

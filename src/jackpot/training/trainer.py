@@ -61,6 +61,7 @@ class Trainer:
     def __init__(
         self, components: RunComponents, folder: RunFolder, state: dict[str, Any] | None, on_metrics: OnMetrics
     ) -> None:
+        """Build the parts of the loop, and give them their state after the iteration of `state`, or before training."""
         config = components.config
         self._components = components
         self._config = config
@@ -187,7 +188,11 @@ class Trainer:
         return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
-        """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due."""
+        """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due.
+
+        Args:
+            sums: the metrics of the iteration's training and rollouts, as sums and counts; empty before training.
+        """
         self.iteration += 1
         values, batch = metric_values(sums), self._config.batch
 
