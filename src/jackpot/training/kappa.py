@@ -57,9 +57,10 @@ class StepTotals:
         self._last: Sums = {}  # totals of the last step in which the policy moved; empty at first
 
     def before_backward(self, micro_batches: Sequence[MicroBatch], forward: ForwardFn) -> BeforeBackward:
-        """Return the totals, which give the step's kappa, as far as they are known before its first backward pass.
+        """Return the totals, as far as they are known before the first backward pass of a step.
 
-        They are empty for a correction without kappa; `BeforeBackward` says when they are of an earlier step or None.
+        The totals are the sums of acceptance and of its expectation Z, whose ratio is kappa. They are empty for a
+        correction without kappa; `BeforeBackward` says when they are of an earlier step, or None.
         """
         kappa = self._objective.correction.kappa
         if kappa == "none":

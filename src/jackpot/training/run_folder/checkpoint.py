@@ -143,7 +143,7 @@ class Checkpoints:
         """Return the newest intact checkpoint, and errors of newer, corrupt ones. Nothing on the disk changes.
 
         Raises:
-            CheckpointError: the run has checkpoints, and all are corrupt.
+            CheckpointError: the run has checkpoints, and all are corrupt; or a file is a link out of its checkpoint.
         """
         corrupt: list[CorruptCheckpoint] = []
         for folder in reversed(self._steps()):
