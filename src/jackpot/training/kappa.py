@@ -57,7 +57,11 @@ class StepTotals:
         self._last: Sums = {}  # totals of the last step in which the policy moved; empty at first
 
     def before_backward(self, micro_batches: Sequence[MicroBatch], forward: ForwardFn) -> BeforeBackward:
-        """Return the totals that are known before the first backward pass of a step."""
+        """Return the totals, as far as they are known before the first backward pass of a step.
+
+        The totals are the sums of acceptance and of its expectation Z, whose ratio is kappa. They are empty for a
+        correction without kappa; `BeforeBackward` says when they are of an earlier step, or None.
+        """
         kappa = self._objective.correction.kappa
         if kappa == "none":
             return BeforeBackward(totals={}, are_provisional=False, seconds=0.0)
@@ -185,6 +189,7 @@ class KappaRepair:
         max_length: int,
         pads: bool,
     ) -> None:
+        """Keep what a repair needs: the policy's loss, its trained parameters, and its forward pass (`log_probs`)."""
         self._objective = objective
         self._parameters = list(parameters)
         self._log_probs = log_probs
@@ -193,6 +198,8 @@ class KappaRepair:
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
         """Turn the policy's gradient, which is summed over all passes, into that with the weights that `totals` gives.
+
+        The parameters' `grad` is scaled in place; where that leaves too large an error, sequences are read again.
 
         Args:
             passes: the backward passes of this step.
@@ -204,13 +211,13 @@ class KappaRepair:
         correction = self._objective.correction
         # The passes with the weights of this step's totals.
         final = [replace(micro, correction=correction.apply(micro.terms.inputs, totals)) for micro in passes]
-        # The factor s by which the gradient is multiplied, and delta, the weight that each token then lacks in it.
+        # The factor of the gradient, kappa of this step by the kappa in the gradient; and what each weight then lacks.
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
-        norms = [old.norms for old in passes if old.norms is not None]  # every pass has norms: all are provisional
-        # What each token adds to the error if its sequence is not read again: |delta / (s w(kappa_0))| |dL/dh|, with h
-        # the hidden state that predicts the token; 0 where delta is 0.
+        norms = [old.norms for old in passes if old.norms is not None]  # all: the totals were provisional
+        # What each token adds to the error if its sequence is not read again: the share of its weight that is lacking,
+        # times the norm of the gradient at the hidden state that predicts it; 0 where nothing is lacking.
         errors = [
             torch.where(delta == 0, 0.0, (delta / (scale * old.weights)).abs() * pass_norms)
             for delta, old, pass_norms in zip(deltas, passes, norms, strict=True)
@@ -218,7 +225,7 @@ class KappaRepair:
 
         error, flags = _to_repair(errors, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
-        # Copy s, the decision to repair and each sequence's flag to the CPU at once: the only wait for the device.
+        # Copy the scale, the decision to repair and each sequence's flag to the CPU: the only wait for the device.
         decisions = torch.cat([torch.stack([scale, any_rank_repairs]), flags])
         factor, is_repaired, *chosen = decisions.tolist()
 
@@ -235,7 +242,8 @@ class KappaRepair:
     def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], flags: Sequence[float]) -> None:
         """Read the flagged sequences again, and add their gradient with the weights `deltas`, [B, T] for each pass.
 
-        All ranks run as many passes as the rank with the most; a rank that has finished reads a prompt without effect.
+        `flags` has 1 or 0 for each sequence of all passes, in their order. All ranks run as many passes as the rank
+        with the most; a rank that has finished reads a prompt without effect.
         """
         batches = [micro.batch for micro in passes]
         rows: list[list[int]] = []
@@ -274,6 +282,7 @@ class KappaRepair:
         """
         batch = batch_to(batch, delta.device)
         surrogate = self._objective.surrogate_of(self._log_probs(batch), proximal, batch).value
+        # The sum of the losses alone: the optimizer divides gradients by the step's denominator later.
         numerator, _ = self._objective.aggregate(-delta * surrogate, counted, self._max_length)
         numerator.backward()
 
@@ -307,6 +316,7 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
 
     # For each sequence, the relative error that is left if it and all with smaller squares are not read again.
     errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * factor).sqrt()
-    smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()
-    # The last error is the one if no sequence is read again. A sequence whose square is NaN is chosen, too.
+    smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()  # a square; inf if none is chosen
+    # The last error is the one if no sequence is read again. Of the squares but 0, those not below the smallest chosen
+    # one are chosen, so NaN too.
     return errors[-1], ~(squares < smallest_chosen) & (squares != 0)

@@ -64,10 +64,12 @@ class Scorer(Protocol):
         has -inf.
 
         Args:
+            role: the model that computes them.
             from_copy: True to compute with the weights of the last `keep_weights`.
 
         Returns:
-            By rollout uid, [T, 1 + K] float32 on the CPU: the log-prob of each token, then those of its K `top_ids`.
+            By rollout uid, [T, 1 + K] float32 on the CPU: for each of the response's T tokens its log-prob, then those
+            of the K `top_ids` at its position.
         """
 
 

@@ -19,8 +19,8 @@ LARGEST_GAPS = {CPU_FP32: 1e-5, "fp32": 1e-3, "bf16": 2e-2, "quantized": 0.25}
 def precisions(engine: str, training: str, device: str, sampling: Sampling) -> list[str]:
     """Return the keys of `LARGEST_GAPS` for the precisions of an engine and of training: "fp32", "bf16" or "quantized".
 
-    On a CPU engine and training in fp32 agree to 1e-6. With top-p or top-k they may not: one may keep a token at the
-    limit which the other drops, and then the token's whole probability is the gap.
+    If both are fp32 on a CPU, they agree to 1e-6, and the only key is CPU_FP32. With top-p or top-k they may not agree:
+    one may just keep a token that the other just drops, and then the token's whole probability is the gap.
 
     Args:
         device: kind of device of the engine, as in `Capabilities.device`.
@@ -76,7 +76,7 @@ def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
         problems: number of problems in each evaluation.
     """
     best = 0.0
-    since: list[tuple[int, float]] = []
+    since: list[tuple[int, float]] = []  # the low evaluations in a row so far
     for iteration, accuracy in evaluated:
         if accuracy < COLLAPSED_BELOW * best and accuracy < best - two_errors(problems, best):
             since.append((iteration, accuracy))

@@ -14,9 +14,9 @@ from jackpot.objectives.losses import DISTILLATIONS, LOSS_AGG_MODES, SURROGATES,
 def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     """Build the policy's objective, eq. 5, from the settings.
 
-    The target, with which acceptance and Z compare the rollout model, is the correction's `target` setting. Without
-    that setting it is the proximal point, or the old policy where the proximal point is the rollout model. A correction
-    without `normalizer` only reports Z, estimated from the top-k lists.
+    The target, with which acceptance and its expectation Z compare the rollout model, is the correction's `target`
+    setting. Without that setting it is the proximal point, or the old policy where the proximal point is the rollout
+    model. A correction without `normalizer` only reports Z, estimated from the top-k lists.
     """
     correction = objective.correction
     default_target = "old" if correction.proximal == "rollout" else correction.proximal
@@ -45,7 +45,8 @@ def rollout_model_objective(objective: RolloutModelConfig, loss_agg_mode: str) -
     """Build the rollout model's objective, eqs. 6 and 7, from the settings.
 
     Args:
-        loss_agg_mode: how token losses are averaged, `objective.loss_agg_mode`, which holds for both models.
+        objective: the settings of the block `rollout_model`.
+        loss_agg_mode: how token losses are averaged, a key of `LOSS_AGG_MODES`: that of the policy's objective.
     """
     return RolloutModelObjective(
         correction=construct_correction(objective.correction),

@@ -44,7 +44,7 @@ class OldPolicySnapshot:
         self._empty_columns: dict[str, Tensor] = {}
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
-        """Store the old log-probs of a micro-batch."""
+        """Store the old log-probs of a micro-batch, and the Z and lam that belong to them, by rollout."""
         columns = {
             "old_log_probs": old.old_log_probs,
             "rollout_model_old_log_probs": old.rollout_model_old_log_probs,
@@ -74,15 +74,15 @@ class OldPolicySnapshot:
         ranks = dist.get_world_size()
         shares = [gathered.view(ranks, -1).unbind() for gathered in (keys, lengths, *columns.values())]
         for rank_keys, rank_lengths, *values in zip(*shares, strict=True):
-            # A rank's share is filled up with zeros to the longest share. So the last lengths may be 0, which gives
-            # empty rows, and the values may end with zeros, which the last of the sizes cuts off.
+            # A rank's share is filled up with zeros to the longest share. So the last keys and lengths may be 0, which
+            # stores an empty row under the key 0, and the values may end with zeros: a last row, which has no key.
             sizes = [*rank_lengths.tolist(), len(values[0]) - int(rank_lengths.sum())]
             rank_rows = zip(*(column.split(sizes) for column in values), strict=True)
-            for key, row in zip(rank_keys.tolist(), rank_rows, strict=False):
+            for key, row in zip(rank_keys.tolist(), rank_rows, strict=False):  # leaves out the row without a key
                 self._rows[key] = dict(zip(columns, row, strict=True))
 
     def look_up(self, batch: TokenBatch) -> OldLogProbs:
-        """Return the old log-probs of a micro-batch, padded to its T tokens: columns [B, T]."""
+        """Return the old log-probs of a micro-batch, padded to its T tokens: columns [B, T], empty without rollouts."""
         rows = [self._rows[key] for key in _keys(batch.uids).tolist()]
         padded = {
             name: pad_sequence([row[name] for row in rows], batch_first=True)
@@ -105,7 +105,7 @@ def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     keys = all_gather(_keys(uid for _, uid in uids)).tolist()
 
     first_index: dict[int, int] = {}  # the smallest index of a batch with the rollout, by the rollout's key
-    for index, key in sorted(zip(indices, keys, strict=True)):
+    for index, key in sorted(zip(indices, keys, strict=True)):  # by index, so that the smallest comes first
         first_index.setdefault(key, index)
     return [batches[index] for index in sorted(set(first_index.values()))]
 

@@ -65,6 +65,7 @@ class ModelOptimizer:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, total_steps: int) -> None:
+        """Begin at step 0, without moments, with the parameters that require a gradient."""
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config, self._total_steps = config, total_steps
         self._adamw = torch.optim.AdamW(
@@ -147,8 +148,8 @@ class ModelOptimizer:
             CheckpointError: the moments do not fit the parameters.
         """
         self.steps = state["steps"]
-        with_moments = enumerate(self.parameters) if self.steps else ()  # no moments before the first step
-        states = {index: self._state(index, parameter, moments) for index, parameter in with_moments}
+        numbered_parameters = enumerate(self.parameters) if self.steps else ()  # no moments before the first step
+        states = {index: self._state(index, parameter, moments) for index, parameter in numbered_parameters}
         self._adamw.load_state_dict({"state": states, "param_groups": state["groups"]})
 
     def _state(self, index: int, parameter: nn.Parameter, moments: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -53,6 +53,7 @@ class Ranks:
     """
 
     def __init__(self, run: Path, timeout: float) -> None:
+        """Open the group in which ranks wait for commands, and let rank 0 send signs of life from now on."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Twice the time-out: a rank may begin to wait while rank 0 still waits for the reply of another rank.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
@@ -79,7 +80,7 @@ class Ranks:
             RankError: a rank was lost, or does not answer within the time-out. The message names what each rank did
                 last.
         """
-        with self._turn, self._command(self._last.sequence_number + 1, name):
+        with self._turn, self._command(self._last.sequence_number + 1, name):  # `_last` now has this number
             for rank in range(1, self.size):  # `follow` reads these four values
                 self._send([self._last.sequence_number, name, torch.get_num_threads(), arguments[rank]], rank)
             return work(arguments[0]), [self._receive(rank, group=None) for rank in range(1, self.size)]
@@ -149,6 +150,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            # Raised as they are: the package's own errors, and those that are not about torch's connections.
             if isinstance(error, JackpotError) or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             raise RankError(
@@ -168,7 +170,11 @@ class Ranks:
         """Wait for a value from another rank and return it; the signs of life that come before it are dropped.
 
         Args:
-            group: the group in which the other rank sends the size of the value; None: the default group.
+            group: the group in which the other rank sends the size of the value; None: the default group, in which the
+                bytes always come.
+
+        Raises:
+            MessageError: what comes is no message.
         """
         head = _ALIVE.clone()
         while torch.equal(head, _ALIVE):
@@ -211,6 +217,7 @@ class LedLearner(Learner):
         return self._learner.pads
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
+        """Compute the advantages on rank 0, with values from the critics of all ranks if there is a critic."""
         critic = self._learner.critic
         if critic is None or not scored:
             return self._learner.compute_advantages(scored)
@@ -219,6 +226,7 @@ class LedLearner(Learner):
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
     ) -> TrainResult:
+        """Train on all ranks, each on its share of every step's micro-batches, and join their traces and gaps."""
         # Deal the micro-batches of every step out to the ranks: [step][rank], a list of micro-batches.
         dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]
         options = {"trace": trace, "with_rollout_model": with_rollout_model}
@@ -251,6 +259,7 @@ class LedLearner(Learner):
         self._on_all("release_memory")
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
+        """Let every rank write its part of the models, then write the indices of the parts; return all checksums."""
         arguments = {"folder": str(folder.resolve()), "roles": list(roles)}
         replies = self._all("save", [arguments] * self._ranks.size)
         if failures := [f"rank {rank}: {reply['failed']}" for rank, reply in enumerate(replies) if "failed" in reply]:
@@ -306,7 +315,7 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
 
 
 def _work(learner: JointLearner, name: str, arguments: dict[str, Any]) -> Any:
-    """Carry out a command with this rank's learner, and return its result."""
+    """Carry out a command with this rank's learner, and return its result; of `save` either "files" or "failed"."""
     match name:
         case "score":  # a message has the sampling settings as a dict
             arguments = arguments | {"sampling": Sampling(**arguments["sampling"])}
@@ -358,11 +367,15 @@ class LastCommand:
         return f"command {self.sequence_number} ({self.name})"
 
     def write(self, state: str, **more: Any) -> None:
-        """Write the newest command and its state to the file: "runs", "done" or "failed"; before the first, "waits"."""
+        """Write the newest command and its state to the file: "runs", "done" or "failed"; before the first, "waits".
+
+        Args:
+            more: further entries of the file, such as the error.
+        """
         command = {"number": self.sequence_number, "command": self.name, "state": state, "time": time.time()}
         facts = self._facts | command | more
         partial = self._path.with_suffix(".partial")
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the run goes on without the file
             self._path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(facts) + "\n")
             partial.replace(self._path)

@@ -32,6 +32,7 @@ class Reference:
         temperature: float,
         head: HeadOptions = DEFAULT_OPTIONS,
     ) -> None:
+        """Freeze the reference, and build the head that computes its log-probs or, if `exact`, the divergence."""
         self.model = model.eval().requires_grad_(False)
         self._estimate, self._temperature = estimate, temperature
         self.digest = weights_digest(model.named_parameters(), torch.float32)
@@ -45,11 +46,11 @@ class Reference:
         )
 
     def kl(self, batch: TokenBatch, policy_hidden: Tensor, log_probs: Tensor) -> Tensor:
-        """Estimate the KL divergence at every response token, in nats: [N], with the policy's gradient.
+        """Estimate KL(policy || reference) at each of the N sampled tokens, in nats: [N], with the policy's gradient.
 
         Args:
-            policy_hidden: [N, H] hidden states of the policy that predict the response tokens.
-            log_probs: [N] log-probs of the policy.
+            policy_hidden: [N, H] hidden states of the policy, H numbers each, that predict the sampled tokens.
+            log_probs: [N] log-probs of these tokens under the policy.
         """
         with torch.no_grad():
             hidden = response_hidden(self.model, batch)
@@ -58,5 +59,6 @@ class Reference:
             # KL(policy || reference): the reference stands where the head expects the policy, so it is the reverse KL.
             return self._head(hidden, policy_hidden, ids, temperature=self._temperature).reverse_kl
         with torch.no_grad():
+            # None: without `exact` the head has no second model, which would be the policy.
             head = self._head(hidden, None, ids, temperature=self._temperature, only_log_probs=True)
         return SAMPLED_KL[self._estimate](log_probs, head.log_probs)

@@ -120,7 +120,7 @@ class Bets:
         self._batches += 1
         # The new product's weight in the average of a bet's products (see the class).
         new_weight = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
-        # `products` holds the log of each bet's weighted sum: add the new product, then multiply by the factor.
+        # All in logs: add the new product, 1 times both weights, to each bet's weighted sum; multiply by the factor.
         self.products = torch.logaddexp(self.products, self._weights + math.log(new_weight)) + log_factors
         return self.share
 
@@ -192,7 +192,7 @@ class SamplingEvidence:
         # The bets stand in the order of SHARES: on the temperature, on equal responses, on single tokens. Subtract the
         # number of bets of each kind in turn: the index becomes negative at the kind of the strongest bet.
         index = int(self._bets.products.argmax()) - len(TILTS)
-        if index < 0:
+        if index < 0:  # a bet on another temperature
             drawn, expected = self._drawn / self._tokens, self._expected / self._tokens
             return (
                 f"the drawn ones have a log-prob of {drawn:.3f} on average, and by the reported probabilities it would "
@@ -200,14 +200,14 @@ class SamplingEvidence:
                 f"samples with"
             )
 
-        if (index := index - len(REPEATS)) < 0:
+        if (index := index - len(REPEATS)) < 0:  # a bet on equal responses
             return (
                 "responses to one prompt are equal far more often than their reported probabilities allow. Does it "
                 "have one seed for all requests, or a cache of answers?"
             )
 
-        assert self._watched is not None
-        # Each watched token has one bet for each of BIASES.
+        assert self._watched is not None  # the first batch has chosen the tokens
+        # A bet on a single token. The bets of one token stand together, one for each of BIASES.
         token, bias = divmod(index, len(BIASES))
         often = "more often" if BIASES[bias] > 0 else "less often"
         return (
@@ -219,8 +219,8 @@ class SamplingEvidence:
         """Return the log of the factor by which a batch multiplies each bet on another temperature, [tilts].
 
         The factor of a bet with the tilt d, one of TILTS, is the product of exp(d f) / E[exp(d f)] over the tokens,
-        where f is a token's reported log-prob, at least FLOOR. For the error's text, f of the drawn tokens and E[f] are
-        added up, too.
+        where f is a token's reported log-prob, at least FLOOR, and E the mean over the reported distribution. For the
+        error's text, f of the drawn tokens and E[f] are added up, too.
         """
         probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # of the listed tokens, [N, K]
         # Tokens outside the list, taken together: their f, and the probability that is left for them, [N].
@@ -251,6 +251,7 @@ class SamplingEvidence:
             # How often each token should have been drawn: the sum of its reported probabilities.
             expected = lists.top_ids.flatten().bincount(probs.flatten())
             likely = expected.topk(min(WATCHED, len(expected))).indices
+            # Ascending, for `searchsorted`; -1, which is no id, fills up where there are fewer ids than WATCHED.
             self._watched = torch.cat([likely, likely.new_full((WATCHED - len(likely),), -1)]).sort().values
             return logs.flatten()
 
@@ -266,7 +267,10 @@ class SamplingEvidence:
 
 
 def _repeat_log_factors(rollouts: Sequence[Rollout]) -> Tensor:
-    """Return the log of the factor by which a batch multiplies each bet on equal responses to a prompt, [REPEATS]."""
+    """Return the log of the factor by which a batch multiplies each bet on equal responses to a prompt, [REPEATS].
+
+    `SamplingEvidence` explains the bets. The first response to a prompt in the batch changes none of them.
+    """
     # For each prompt, its earlier responses (bytes of the token ids) with their probabilities.
     before: dict[tuple[str, tuple[int, ...]], dict[bytes, float]] = {}
     logs = torch.zeros(len(REPEATS), dtype=torch.float64)
@@ -281,7 +285,7 @@ def _repeat_log_factors(rollouts: Sequence[Rollout]) -> Tensor:
             logs += torch.tensor(
                 [math.log(1.0 - b + (b / max(chance, 1e-300) if response in earlier else 0.0)) for b in REPEATS]
             )
-        # The response's probability, as high as it may be when another batch computes the log-probs.
+        # The response's probability, as high as it may be: ANOTHER_PASS nats are added to each token's log-prob.
         log_probs = rollout.rollout_log_probs[rollout.sampled_mask].double()
         earlier[response] = math.exp(min(0.0, float((log_probs + ANOTHER_PASS).sum())))
     return logs

@@ -61,6 +61,7 @@ class Trainer:
     def __init__(
         self, components: RunComponents, folder: RunFolder, state: dict[str, Any] | None, on_metrics: OnMetrics
     ) -> None:
+        """Build the parts of the loop, and give them their state after the iteration of `state`, or before training."""
         config = components.config
         self._components = components
         self._config = config
@@ -104,8 +105,8 @@ class Trainer:
         """Run the iterations that are left; return False if a signal ended the run early, after a checkpoint.
 
         Raises:
-            CheckpointError: the last checkpoint cannot be written. An earlier one that fails is tried again an
-                iteration later.
+            CheckpointError: the last checkpoint cannot be written, or the run folder was removed or replaced. An
+                earlier checkpoint that fails is tried again an iteration later.
             TrainingError: a guard stops the run.
             WeightsError: an engine holds other weights than the learner sent.
         """
@@ -142,7 +143,7 @@ class Trainer:
                 if writers:
                     self._sampler.finish()
                 with self._clock("sync"), stop_recorded(self._folder.event, iteration, WeightsError):
-                    sent = [components.send_weights(engine, role) for role, engine in writers.items()]
+                    sent = [components.send_weights(engine, role) for role, engine in writers.items()]  # metrics
                 with self._clock("save"):
                     self._save(iteration, samples, steps)
 
@@ -187,7 +188,11 @@ class Trainer:
         return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
-        """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due."""
+        """Evaluate when due, report the metrics of the iteration, and write a checkpoint when due.
+
+        Args:
+            sums: the metrics of the iteration's training and rollouts, as sums and counts; empty before training.
+        """
         self.iteration += 1
         values, batch = metric_values(sums), self._config.batch
 
@@ -195,7 +200,7 @@ class Trainer:
             self._sampler.finish()  # the engines that evaluate may still generate rollouts for training
             # This iteration is finished, so an error is an event of the next one.
             with self._clock("evaluate"), stop_recorded(self._folder.event, self.iteration + 1, WeightsError):
-                values |= self._evaluator.evaluate(self.iteration, self._next_writers(self.iteration).values())
+                values |= self._evaluator.evaluate(self.iteration, current=self._next_writers(self.iteration).values())
 
         self._folder.check_in_place()
         self._record_events()

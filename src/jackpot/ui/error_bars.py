@@ -28,7 +28,7 @@ def mean_and_bar(values: Sequence[float], seeds: int) -> tuple[Number, Number, N
         return None, None, None
 
     sample = Sample(tuple(values))
-    if seeds < FEW_SEEDS or sample.deviation is None:
+    if seeds < FEW_SEEDS or sample.deviation is None:  # a single value has no deviation
         return sample.mean, min(values), max(values)
     return sample.mean, sample.mean - sample.deviation, sample.mean + sample.deviation
 

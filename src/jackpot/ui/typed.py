@@ -54,7 +54,12 @@ class Command(TyperCommand):
     def _unknown_option(
         self, ctx: typer.Context, option: str, possibilities: Sequence[str] | None, words: Sequence[str]
     ) -> str:
-        """Say how to write the setting that an unknown option names, or which options have a similar name."""
+        """Say how to write the setting that an unknown option names, or which options have a similar name.
+
+        Args:
+            possibilities: options of a similar name, which the parser found.
+            words: the words that were typed after the command's name.
+        """
         name = option.lstrip("-").replace("-", "_")
         takes_settings = any(parameter.name == "overrides" for parameter in self.params)
         similar_settings = build.similar_settings(name, build.keys_of(settings.Config)) if takes_settings else []
@@ -66,6 +71,7 @@ class Command(TyperCommand):
             forms = " or ".join(f"{key}={value}" for key in similar_settings)
             return f"no option {option}; settings are written key=value: {forms}"
 
+        # After a question the sentence goes on with `jackpot`; without one, after a semicolon.
         guess = f"; did you mean {' or '.join(similar_options)}?" if similar_options else ";"
         return f"no option {option}{guess} jackpot {ctx.info_name} --help lists all"
 
@@ -118,6 +124,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
     if paths:
         hub.check_found(paths, needs_files)
 
+    # Without a named benchmark, only a run folder has problems of its own to evaluate on.
     is_named = options.get("benchmarks") or any("benchmarks=" in text for text in options.get("overrides") or ())
     if command == "eval" and not is_named and not (Path(options["model"]) / "config.yaml").exists():
         raise ConfigError(benchmarks.NO_SET)

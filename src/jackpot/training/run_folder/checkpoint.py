@@ -53,7 +53,8 @@ class Checkpoint:
         """Refuse to continue from the checkpoint of a run with other settings.
 
         Raises:
-            CheckpointError: settings that decide the run's numbers differ; lists them.
+            CheckpointError: settings that decide the run's numbers differ, which are listed; or the saved settings do
+                not fit this version.
         """
         try:
             saved_settings = settings_of(build_config(json.loads(self.state["settings"])))
@@ -119,7 +120,7 @@ class Checkpoints:
             if not folder.exists():
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                written = learner.save(partial, roles)
+                written = learner.save(partial, roles)  # checksums of the large files, which are flushed already
                 for role in roles:
                     tokenizer.save_pretrained(partial / role)
                 with (partial / "state.pt").open("wb") as file:
@@ -142,7 +143,7 @@ class Checkpoints:
         """Return the newest intact checkpoint, and errors of newer, corrupt ones. Nothing on the disk changes.
 
         Raises:
-            CheckpointError: the run has checkpoints, and all are corrupt.
+            CheckpointError: the run has checkpoints, and all are corrupt; or a file is a link out of its checkpoint.
         """
         corrupt: list[CorruptCheckpoint] = []
         for folder in reversed(self._steps()):
@@ -164,9 +165,12 @@ class Checkpoints:
         return None, []
 
     def best(self) -> Path | None:
-        """Return the folder of the best checkpoint, or None before there is one. Nothing on the disk changes.
+        """Return the folder of the best checkpoint. Nothing on the disk changes.
+
+        Return None before there is one, or where the link `best` leads anywhere but to a folder beside it.
 
         Raises:
+            CheckpointError: a file is a link out of the folder, or a pipe or device.
             CorruptCheckpoint: a file of the checkpoint differs from what was written.
         """
         link = self._folder / "best"  # leads to the name of a checkpoint beside it, unless somebody else has set it
@@ -205,7 +209,7 @@ class Checkpoints:
         return None
 
     def prune(self) -> None:
-        """Remove all checkpoints but the `keep` newest and the best, and do what `remove_unfinished` does."""
+        """Remove old checkpoints, all but the `keep` newest and the best, and those that a kill left half written."""
         best = self._folder / "best"
         names = {path.name for path in self._steps()[-self._keep :]}
         if best.is_symlink():
@@ -252,6 +256,7 @@ class Checkpointer:
     """
 
     def __init__(self, components: RunComponents, folder: RunFolder, state: Mapping[str, Any] | None) -> None:
+        """Set links and counts of failures as `state` says, if it is given, and remove half-written checkpoints."""
         self._components, self._folder = components, folder
         self._checkpoints = Checkpoints(folder.checkpoints, components.config.checkpoint.keep)
         self._saved = -1  # newest iteration with a checkpoint
@@ -302,7 +307,10 @@ class Checkpointer:
         return self._value is not None and (self._best is None or self._value > self._best["accuracy"])
 
     def _save(self, iteration: int, state: dict[str, Any]) -> CheckpointError | None:
-        """Write a checkpoint and prune older ones; return the error where it cannot be written."""
+        """Write a checkpoint and prune older ones; return the error where it cannot be written, else None.
+
+        A failure is counted and shown. The checkpoint of a best policy is then tried once more, at once.
+        """
         config, is_best = self._components.config, self._is_best
         roles: list[Role] = [role for role in get_args(Role) if getattr(config, role) is not None]
 
@@ -368,7 +376,7 @@ def resolve_model_path(model: str) -> str:
     """
     config = config_of_run(model)
     if config is None:
-        return model
+        return model  # a model's folder or name, no run folder
     folder = Path(model).expanduser()
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     try:
@@ -394,7 +402,8 @@ def _verify(folder: Path) -> None:
     """Compare every file of a checkpoint with its checksum.
 
     Raises:
-        CorruptCheckpoint: the first file that differs.
+        CheckpointError: a file is a link out of the folder, or a pipe or device.
+        CorruptCheckpoint: the first file that differs, is missing or cannot be read.
     """
     name = _CHECKSUMS  # the file that is being read
     try:

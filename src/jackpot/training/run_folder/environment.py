@@ -62,7 +62,11 @@ class Environment:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read environment.json, or return the content of a new run's file where there is none."""
+    """Read environment.json, or return the content of a new run's file where there is none.
+
+    Raises:
+        CheckpointError: the file cannot be read, is of a later version, or lacks threads or starts.
+    """
     try:
         content = parse_json(read_foreign(path, inside=path.parent))
     except FileNotFoundError:
@@ -81,6 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"to {FORMAT}; use that version, or give another folder"
         )
 
+    # What `add_start` writes: a number of threads, and a list with a dict for each start.
     if isinstance(content, dict) and isinstance(content.get("threads"), int):
         starts = content.get("starts")
         if isinstance(starts, list) and all(isinstance(start, dict) for start in starts):

@@ -67,6 +67,7 @@ def run_config(run: Path) -> Config:
             )
         settings = parse_yaml(read_foreign(path, inside=run))
     except (OSError, ValueError, yaml.YAMLError) as error:
+        # An error of YAML's syntax has the problem and its line, counted from 0; any other error has its text alone.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         why = getattr(error, "problem", None) or error
@@ -120,11 +121,12 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
+        """Name the folder's parts; nothing on the disk is read or changed."""
         self.path = path
         self.checkpoints, self.rollouts = path / "checkpoints", path / "rollouts"
         self.failed = {"checkpoint/failed": 0, "files/failed": 0}
         self._lock: IO[str] | None = None
-        self._made: list[Path] = []  # folders that `lock` has made, the innermost first
+        self._made: list[Path] = []  # folders that `lock` has made, the innermost first; `give_up` removes them
         self._appended: dict[str, AppendedFile] = {}
         self._tensorboard = ""  # name of this start's event file
         self._wandb: WandbRun | None = None
@@ -177,6 +179,9 @@ class RunFolder:
 
         Args:
             finished: number of finished iterations, below which `iterations` may not go.
+
+        Raises:
+            CheckpointError: a setting differs that may not change.
         """
         refused = [str(change) for change in fixed_changes(Config, settings_of(before), settings_of(config))]
         if before.iterations != config.iterations:
@@ -198,6 +203,9 @@ class RunFolder:
         No checkpoint was written if a kill came before the first one was due, or if every attempt failed. A failed
         checkpoint is tried again an iteration later, so in the second case every iteration from the first due one on
         counts a failure. A folder of checkpoints that is missing was removed by someone, since `start` makes it.
+
+        Raises:
+            CheckpointError: checkpoints were written and are gone.
         """
         lines = self.read("metrics.jsonl")
         # A checkpoint is due at the first evaluation in training too, because its policy is the best so far.
@@ -355,7 +363,10 @@ class RunFolder:
                 flush_file(self.path / name)
 
     def report(self, iteration: int, values: Mapping[str, float]) -> dict[str, Any]:
-        """Append the metrics of an iteration to metrics.jsonl, send them to trackers, and return the line."""
+        """Append the metrics of an iteration, and the counts `failed`, to metrics.jsonl; return the line.
+
+        The trackers get the line too; a failure of W&B is counted, and the run goes on.
+        """
         now, values = time.time(), dict(sorted({**values, **self.failed}.items()))
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         line = {"iteration": iteration, "time": now} | dict.fromkeys(values) | finite  # null for what is not finite
@@ -457,7 +468,10 @@ class RunFolder:
             return self._lock is None
 
     def _append(self, name: str, record: bytes) -> None:
-        """Append a record to a file of the folder; on a full disk keep it in memory, and warn the first time."""
+        """Append a record to a file of the folder; on a full disk keep it in memory, and warn the first time.
+
+        If the folder was removed or replaced, the record is dropped without a warning.
+        """
         if not self._is_in_place():
             return  # the folder may belong to another run; `check_in_place` ends this one
         file = self._appended.setdefault(name, AppendedFile(self.path / name))

@@ -18,7 +18,8 @@ def parse_yaml(text: bytes) -> Any:
     """Parse YAML into plain Python values.
 
     Raises:
-        ValueError: the bytes are no text or no YAML, have an alias, or are nested too deeply.
+        ValueError: the bytes are no text, or are nested too deeply.
+        yaml.YAMLError: the text is no YAML, or has an alias.
     """
     try:
         return yaml.load(text.decode(), Loader=_PlainLoader)  # noqa: S506  it is a SafeLoader

@@ -121,7 +121,9 @@ def thin_rollouts(folder: Path, keep: int) -> None:
 
 
 def best_rollouts(run: Path, iterations: Sequence[int]) -> int | None:
-    """Return the last of `iterations` up to the iteration of the run's best checkpoint; None if there is none.
+    """Return the last of `iterations` up to the iteration of the run's best checkpoint.
+
+    Return None if the run has no best checkpoint, or if all `iterations` come after it.
 
     Args:
         run: the run folder.

@@ -123,7 +123,7 @@ class WandbRun:
     def __init__(
         self, tracking: WandbConfig, settings: Mapping[str, Any], folder: Path, lines: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Choose the id of the W&B run, begin the run, send a new run the lines so far, and store the id."""
+        """Choose the id of the W&B run, begin or continue it, send a new one the lines so far, and store the id."""
         wandb = wandb_module()
         id_file = folder / "wandb" / "run_id"
         run_path = id_file.read_text().strip() if lines and id_file.exists() else ""  # ENTITY/PROJECT/ID

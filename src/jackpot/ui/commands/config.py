@@ -101,6 +101,7 @@ def setting_groups() -> Iterator[SettingGroup]:
     yield SettingGroup(title="jackpot train", meaning=run_blocks[""].meaning, blocks=[], settings=single)
 
     for key in (key for key in run_blocks if key and "." not in key):
+        # The block `key`, and the blocks and settings inside it.
         blocks = [block for name, block in run_blocks.items() if f"{name}.".startswith(f"{key}.")]
         settings = [setting for name, setting in run_settings.items() if name.startswith(f"{key}.")]
         yield SettingGroup(title=key, meaning=run_blocks[key].meaning, blocks=blocks, settings=settings)
@@ -130,6 +131,7 @@ def _show_list(console: Console, settings: "Sequence[reference.Setting]") -> Non
     for setting in settings:
         choice = f", with {setting.variants}" if setting.variants else ""
         head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
+        # A setting that must be given has the default `required`.
         print_line(console, head.replace("; default required", "; required"))
         meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")  # its first sentence
         console.print(Padding(plain(meaning), (0, 0, 0, 6), expand=False), highlight=False)

@@ -49,6 +49,7 @@ class _ChartMaker:
     """A maker of charts from entries of the layout, which remembers the metrics that it has drawn."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
+        """Compute the line of every metric for every arm; no chart is made yet."""
         self._arms = arms
         self._color_indices = arm_color_indices(arm.name for arm in arms)
         self._kl_metrics = {run.config.kl_metric for arm in arms for run in arm.runs}

@@ -96,6 +96,7 @@ class _Packing:
         """Pack about `share` tokens of a run; return a dict for each packed iteration: its pack and its size.
 
         Args:
+            files: files of the run, by iteration.
             words: gets the ids and texts of the packed tokens.
             best: iteration with the rollouts of the best policy, which is packed if more than two iterations are.
         """
@@ -145,9 +146,10 @@ class _Packing:
 
 
 def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]:
-    """Return as many files, evenly spaced from first to last, as have room for `FEW` responses of mean length each.
+    """Return files evenly spaced from first to last, as many as fit into `budget` with `FEW` responses of each.
 
-    If not even two files fit: the first and the last if one response of each has room, else the last.
+    A response counts with its file's mean length. If not even two files fit: the first and the last if one response of
+    each fits, else the last.
 
     Args:
         files: files of one run, by iteration.
@@ -242,7 +244,7 @@ def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
     versions = np.array(flat_column(table, "versions").tolist(), dtype=np.int64).reshape(-1, 2)  # policy, rollout model
 
     columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _RESPONSE_COLUMNS}
-    columns |= {name: significant(flat_column(table, column), 4) for name, column in _TOKEN_COLUMNS.items()}
+    columns |= {name: significant(flat_column(table, column), digits=4) for name, column in _TOKEN_COLUMNS.items()}
     ratio = np.exp(flat_column(table, "old_log_probs") - flat_column(table, "rollout_log_probs"))
     columns |= _top(table, "rollout", words) | _top(table, "policy", words)
 
@@ -250,8 +252,8 @@ def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
         "lengths": _lengths(table),
         "id": ids.tolist(),
         "sampled": flat_column(table, "sampled_mask").astype(int).tolist(),
-        "accepted": significant(flat_column(table, "accept_mask"), 4),
-        "ratio": significant(ratio, 4),
+        "accepted": significant(flat_column(table, "accept_mask"), digits=4),
+        "ratio": significant(ratio, digits=4),
         "policy_version": versions[:, 0].tolist(),
         "rollout_model_version": versions[:, 1].tolist(),
     }
@@ -263,7 +265,7 @@ def _lengths(table: pa.Table) -> list[int]:
 
 
 def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
-    """Return the first `TOP` entries of each token's top-k list as flat columns.
+    """Return the first `TOP` entries of each token's top-k list as flat columns, and add their ids to `words`.
 
     MODEL_top_count is the number of entries returned for each token, MODEL_top_of that of entries in the file.
     """
@@ -272,7 +274,7 @@ def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
     words.add_needed(ids)
     return {
         f"{model}_top_ids": ids.ravel().tolist(),
-        f"{model}_top": significant(np.exp(log_probs[:, :TOP].ravel()), 3),
+        f"{model}_top": significant(np.exp(log_probs[:, :TOP].ravel()), digits=3),
         f"{model}_top_count": ids.shape[1],
         f"{model}_top_of": log_probs.shape[1],
     }

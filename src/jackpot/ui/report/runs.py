@@ -66,7 +66,11 @@ def find_evaluations(paths: Sequence[Path]) -> list[Path]:
 
 
 def _folders(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs and evaluations among `paths` and below them, as absolute paths, each once."""
+    """Return the folders of runs and evaluations among `paths` and below them, as absolute paths, each once.
+
+    Raises:
+        DataError: a path contains neither a run nor an evaluation.
+    """
     folders: list[Path] = []
     for path in paths:
         inside = [path] if _has_config(path) else sorted(_below(path))

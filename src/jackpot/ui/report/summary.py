@@ -164,6 +164,7 @@ def _events(runs: Sequence[Run]) -> Table:
                 for key, value in newest[name].items()
                 if key not in ("event", "iteration", "time")
             )
+            # At most 300 characters of an event, some of which list much.
             rows.append((run.name, name, str(count), str(newest[name]["iteration"]), details[:300]))
 
     columns = ("run", "event", "count", "newest at iteration", "details of the newest")

@@ -42,7 +42,11 @@ class TokenTexts:
 
 
 def texts_of(words: TokenTexts, run: Path, config: Config) -> dict[str, str]:
-    """Return the text of every token id that a run's page shows, by the id as a string; id 17 without text is `#17`."""
+    """Return the text of every token id that a run's page shows, by the id as a string; id 17 without text is `#17`.
+
+    Args:
+        words: these ids, and the tokenizer's strings of those that the saved rollouts name.
+    """
     # The tokenizer's strings that the files give, and from the tokenizer those of other ids that the page needs.
     raw = dict(words.raw)
     missing = words.needed - raw.keys()

@@ -69,7 +69,7 @@ def show_plan(
 
 
 def _peak(memory: MemoryPlan) -> str:
-    """Say how many bytes the run holds at its peak, and what they are for."""
+    """Say how many bytes the run holds at its peak, at least if the activations are unknown, and what they are for."""
     # The fields of a plan; `sleeping` is a part of `engines`.
     items = ", ".join(
         f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__ if name != "sleeping"
@@ -264,7 +264,10 @@ def unpriced(config: Config) -> list[str]:
 
 
 def _costs(config: Config, estimate: CostEstimate) -> list[str]:
-    """Say what the run costs compared with a run of the policy alone: rollout FLOPs, all FLOPs, and hours."""
+    """Say what the run costs compared with a run of the policy alone: rollout FLOPs, all FLOPs, and hours.
+
+    The list is empty if the run fits none of the machines that were tried.
+    """
     # The first machine on which the run fits: the recipe's own, if it does.
     row = next((row for row in (estimate.stated, *estimate.rows) if row.hours), None)
     if row is None or row.hours is None or row.alone is None:

@@ -42,6 +42,7 @@ class Counts:
     """
 
     def __init__(self, console: Console) -> None:
+        """Make the display without any bar; `progress` begins to show it (`live`) if the console is a terminal."""
         self._console = console
         self._bars = Progress(
             TextColumn("{task.description} {task.completed:,}/{task.total:,}{task.fields[noun]}", markup=False),
@@ -142,6 +143,7 @@ def status(console: Console, text: str, every: float = 0.0) -> Iterator[Callable
     last = time.monotonic()
 
     def show(newer: str) -> None:
+        """Print a further line of the log, unless less than `every` seconds have passed since the last one."""
         nonlocal last
         if time.monotonic() - last >= every:
             last = time.monotonic()

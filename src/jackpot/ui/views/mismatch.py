@@ -218,7 +218,7 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
 
 
 def _scatter(pairs: Sequence[MismatchPair]) -> Chart:
-    """Return a chart with a point for each token of a sample, p on the x axis and q on the y axis."""
+    """Return a chart with a point for each token of a sample: p of the sampler on the x axis, q of the learner on y."""
     # `drawn` has (p, q) of each token of the sample.
     clouds = tuple(
         Series(
