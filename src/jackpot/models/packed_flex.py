@@ -56,6 +56,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     # Rows are blocks of queries, columns blocks of keys. Partly visible: a query may see a key. All visible: each query
     # sees each key. `has_prompt` asks for the prompt of the first query alone: any later prompt of the block begins
     # inside of the block, so no earlier block of keys has it.
+    # Partly visible keys: of the first query's sequence, a later one or its prompt; in this block or an earlier one.
     has_prompt = (first_sequence <= first_prompt[:, None]) & (first_prompt[:, None] <= last_sequence)
     is_partly_visible = ((last_sequence >= first_sequence[:, None]) | has_prompt) & (first <= first[:, None])
     is_single = first_sequence == last_sequence  # [blocks], True where all tokens of a block are of one sequence
@@ -86,7 +87,7 @@ def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> Flex | None:
-    """Return the compiled kernel for heads of these sizes; None, with a warning, where it cannot be compiled.
+    """Return the compiled kernel for heads of these sizes; None without Triton and, with a warning, if it fails.
 
     Args:
         size: size of a head of the queries and keys.

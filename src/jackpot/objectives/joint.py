@@ -196,7 +196,7 @@ def token_scores(
     """
     spread, at = batch.spread, batch.at_sampled  # functions that turn [N] into [B, T], and back
 
-    # The policy stands for the rollout model where there is none, and for p_inf at the tokens that it sampled itself.
+    # Without a rollout model the policy stands for it; at tokens that the policy sampled, it does so in Z alone.
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
         by_policy = batch.by_policy[:, None].expand_as(batch.response_mask)  # [B, T], of each token
@@ -348,7 +348,7 @@ def measured_inputs(
         now: log-probs and Z under the current weights, by `OldLogProbs.of`; it may be `old` itself where neither
             `objective.target` nor `objective.proximal` is "new".
     """
-    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
+    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)  # keys: old, new, rollout
     target = old if objective.target == "old" else now  # has the Z of the target, and its lam
 
     inputs = CorrectionInputs(
@@ -393,6 +393,7 @@ def policy_loss(
     A gradient flows from the numerator into `terms`, unless they are detached.
     """
     losses = terms.regularizer - correction.accept_mask * correction.weights * terms.surrogate
+    # `COUNTS` gives each token's weight in the denominator: the response mask or the acceptance mask.
     return objective.aggregate(losses, COUNTS[objective.count](correction, terms.inputs.response_mask), max_length)
 
 

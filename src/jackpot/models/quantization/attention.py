@@ -43,10 +43,12 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
+        """Return keys or values rounded to FP8, in their own dtype."""
         return round_to_fp8(states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
         return grad
 
 
@@ -116,7 +118,7 @@ def packed_implementation(config: PreTrainedConfig) -> str:
 
 
 def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> None:
-    """Let a model in training attend as a quantized engine does, in place.
+    """Let a model in training attend as a quantized engine does, in place; change nothing if both flags are False.
 
     Args:
         fp8_cache: round keys and values as the engine's cache does, with the gradient of the identity.

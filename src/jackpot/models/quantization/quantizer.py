@@ -95,6 +95,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
     try:
         compiled = torch.compile(_codes_and_scales, dynamic=True, options={"eager_numerics.division_rounding": True})
         compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, nothing is compiled
+        # The last of the matrices has blocks that are not full, and rows that are not contiguous.
         for values in (matrix, matrix.bfloat16(), matrix[: BLOCK - 1].T):
             pairs = zip(compiled(values, grid), _codes_and_scales(values, grid), strict=True)
             if not all(torch.equal(actual.view(torch.uint8), exact.view(torch.uint8)) for actual, exact in pairs):

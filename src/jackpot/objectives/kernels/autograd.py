@@ -281,7 +281,7 @@ class _TiledHeads(torch.autograd.Function):
         Args:
             tensors: hidden, weight and bias of each head in turn; None for no bias.
         """
-        wanted = torch.cat((ids[:, None], gather_ids), dim=1)
+        wanted = torch.cat((ids[:, None], gather_ids), dim=1)  # [N, 1 + G], the ids whose log-probs are returned
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
             # The first sweep forms all logits, and adds those of a head that keeps logits to the head's `kept_tiles`.
             kept_tiles: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
