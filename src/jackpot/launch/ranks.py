@@ -146,8 +146,8 @@ def _own_device(device: str, process: ProcessRank) -> torch.device:
 
 
 def _store(process: ProcessRank) -> dist.Store:
-    """Return the store by which the ranks find each other; raise RankError if this rank does not reach it. If all ranks are
-    on one Linux machine, they talk over its loopback."""
+    """Return the store by which the ranks find each other; raise RankError if it is not reached. If all ranks
+    are on one Linux machine, they talk over its loopback."""
     if process.local_size == process.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -197,7 +197,7 @@ def _joined(store: dist.Store, process: ProcessRank, run: Path, timeout: float, 
 
 
 def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, exact: Collection[Role]) -> Learner:
-    """Have every rank build its learner, and return rank 0's, which leads; `exact` is `build_learner`'s `exact_engines`."""
+    """Have every rank build its learner, and return rank 0's, to lead; `exact`: `exact_engines` of `build_learner`."""
     folder = str(checkpoint.folder.resolve()) if checkpoint else None
     # What every other rank builds its learner from (`_build_follower`).
     command = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}
@@ -215,7 +215,7 @@ def _build_follower(command: dict[str, Any]) -> JointLearner:
     config = build_config(json.loads(command["config"]))
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
-    folder = command["checkpoint"] and Path(command["checkpoint"])
+    folder = command["checkpoint"] and Path(command["checkpoint"])  # None for a new run
     checkpoint = Checkpoint(folder, load_state(folder)) if folder else None
     return build_learner(config, checkpoint, command["exact"], _mesh(config))
 

@@ -414,7 +414,7 @@ def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> l
     """Start an actor for each engine, and return the actors. They end with this process, or when the list is freed."""
     actor = ray.remote(EngineActor)
     engines = []
-    for index, name in enumerate(_engine_names(config), config.placement.ranks):
+    for index, name in enumerate(_engine_names(config), config.placement.ranks):  # after all ranks
         options = _options(ray, group, config, index)
         engines.append(actor.options(name=name, max_restarts=-1, **options).remote(os.getcwd(), make))
     return engines
@@ -524,7 +524,7 @@ class _Lines:
     def _read(self) -> Iterator[dict[str, Any]]:
         """Yield the content of each complete line that was written to metrics.jsonl since the last call."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:  # shorter, as a start moved lines away: read all
+            if file.seek(0, os.SEEK_END) < self._offset:  # shorter: a start has moved lines to superseded/; read all
                 self._offset = 0
             file.seek(self._offset)
             for line in file:

@@ -70,4 +70,5 @@ def tokens_per_verification(acceptance: Chance, drafted: int) -> Chance:
         acceptance: alpha, the probability that a draft is accepted if all drafts before it were, in [0, 1].
         drafted: k, the number of drafts that the pass verifies.
     """
+    # The sum of alpha^i for i from 0 to k; `acceptance**0` is 1 in the type of `acceptance`.
     return sum((acceptance**count for count in range(1, drafted + 1)), start=acceptance**0)

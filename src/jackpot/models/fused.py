@@ -38,6 +38,7 @@ def _without_autocast(function: Forward) -> Forward:
 
     @wraps(function)
     def run(*args: Any) -> Any:
+        """Call the function without autocast."""
         with torch.autocast("cpu", enabled=False):
             return function(*args)
 
@@ -177,6 +178,7 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 def _runs(count: int, longest: int) -> Iterator[slice]:
     """Cut range(count) into the fewest near-equal runs of at most `longest` items; a run has at least one item."""
+    # -(-a // b) is a / b rounded up; without items the size is 1.
     size = -(-count // max(1, -(-count // max(1, longest)))) or 1
     return (slice(start, start + size) for start in range(0, count, size))
 

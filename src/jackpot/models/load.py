@@ -209,7 +209,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
-    """Load a model as `_read` does, with weights left in their files; None on an error, or if names or dtypes forbid it.
+    """Load a model as `_read` does, with weights left in their files; None on an error, or if names or dtypes forbid.
 
     transformers gets a single number, expanded to the shape of each weight, in place of the weights, and makes the rest
     of the model as from a folder. Then each weight becomes a view of its file.
@@ -233,7 +233,7 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
             ignore_mismatched_sizes=True,
         )
     except _LOADING_ERRORS:
-        return None  # `_read` raises the error, or loads the model in its way
+        return None  # `_read` raises the error, or loads the model in its own way
 
     # A view serves only where the file has the parameter under the same name and in a dtype that needs only a cast; a
     # buffer from the file would now hold `zero`.
@@ -365,7 +365,7 @@ def load_meta_model(path: str | Path) -> PreTrainedModel:
 
 
 def _add_generation_config(model: PreTrainedModel, source: str) -> None:
-    """Set `model.generation_config` from generation_config.json, as transformers does when it loads a folder."""
+    """Set `model.generation_config` from generation_config.json, if there is one, as transformers does on loading."""
     try:
         model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
     except OSError:

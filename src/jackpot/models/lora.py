@@ -210,7 +210,7 @@ def _peft() -> ModuleType:
 
 def _has_adapter(layer: nn.Module) -> bool:
     """Tell whether a layer has an adapter."""
-    return hasattr(layer, "get_delta_weight")
+    return hasattr(layer, "get_delta_weight")  # a method of peft's layers
 
 
 def _adapter_matrices(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
@@ -220,7 +220,7 @@ def _adapter_matrices(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
 
 def _adapter_product(layer: nn.Module, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
     """Compute alpha / rank * B A from whole matrices; a product of shards would round differently."""
-    return matrix_b @ matrix_a * vars(layer)["scaling"]["default"]
+    return matrix_b @ matrix_a * vars(layer)["scaling"]["default"]  # the scaling is alpha / rank
 
 
 def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tensor:

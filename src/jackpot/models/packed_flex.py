@@ -41,7 +41,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     prompt = prompts.index_select(0, sequence)  # [S], the sequence that is the prompt of each token
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Tell whether the token with the index `query` attends to the token with the index `key`."""
+        """Tell whether the token with the index `query` attends to that with the index `key`, in any head."""
         is_visible = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
         is_visible = is_visible & (positions[key] <= positions[query])
         return is_visible if window is None else is_visible & (positions[key] > positions[query] - window)
@@ -120,5 +120,5 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
 def _row(tokens: int, device: torch.device) -> PackedRow:
     """Return a packed row of one prompt; the fields of it that `block_mask` reads are on `device`."""
-    row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])
+    row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])  # a response of 1 token adds no input
     return replace(row, positions=row.positions.to(device), cu_queries=row.cu_queries.to(device))

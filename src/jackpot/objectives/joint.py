@@ -243,7 +243,7 @@ def on_support(
 ) -> HeadOutput | JointOutput:
     """Replace the log-probs of sampled ids and of the engine's top-k ids in `output` by those of `scores_on_support`.
 
-    `gathered` has the latter. Entropy, the head's own top-k and KLs stay those of the whole vocabulary.
+    Those of the top-k ids go into `gathered`. Entropy, the head's own top-k and KLs stay those of the whole vocabulary.
 
     Args:
         heads: head of the policy, and that of the rollout model where `output` has both.
@@ -299,7 +299,7 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
 def check_exact(rollout_weights_are_current: Tensor, response_mask: Tensor) -> None:
     """Refuse `normalizer: exact` unless every token was sampled from the distribution that training computes now.
 
-    Both tensors are still on the CPU.
+    Both tensors are still on the CPU, so nothing waits for a GPU.
 
     Args:
         rollout_weights_are_current: [B, T] bool, as in `token_scores`.
@@ -520,7 +520,7 @@ def rollout_model_loss(
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
     """Return a metric of value numerator / denominator; both add up where metrics of micro-batches are added."""
-    return Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double())
+    return Mean(total=numerator.detach().double(), squares=numerator.new_zeros(()).double(), count=denominator.double())
 
 
 def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> Sums:

@@ -29,6 +29,7 @@ def in_float64(attend: Attention) -> Attention:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
+        """Compute as `attend`, in float64, and return no attention weights."""
         mask = attention_mask
         if mask is not None and mask.is_floating_point():
             mask = mask.double()
@@ -58,6 +59,7 @@ def with_trained_kv(attend: Attention) -> Attention:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
+        """Compute as `attend`, on rounded keys and values."""
         return attend(module, query, _Rounded.apply(key), _Rounded.apply(value), attention_mask, **options)
 
     return attention
@@ -114,7 +116,7 @@ for _suffix in (_EXACT, _FP8, _EXACT + _FP8):
 def packed_implementation(config: PreTrainedConfig) -> str:
     """Return the name of the attention for packed rows that computes as a model's own attention does."""
     name = config._attn_implementation or ""
-    return name.replace(_SDPA, PACKED) if name.startswith(_SDPA) else PACKED
+    return name.replace(_SDPA, PACKED) if name.startswith(_SDPA) else PACKED  # with the same suffixes
 
 
 def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> None:

@@ -50,7 +50,7 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
     HEAD for the output layer. The model may be on the meta device. The format of a matrix that a quantized side
     does not quantize is followed by the reason.
     """
-    products = side.autocast or side.dtype
+    products = side.autocast or side.dtype  # the dtype of products that are not quantized
     reasons = quantized_names(model).kept
     scheme = SCHEMES[side.quantization] if side.quantization else None
     formats = {BETWEEN: side.dtype, CACHE: side.kv_cache_dtype or products, HEAD: side.head_dtype or products}
