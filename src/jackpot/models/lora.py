@@ -124,7 +124,7 @@ def merged_weights(
     for name, group in groupby(gather(stored(), rank_of), key=itemgetter(0)):
         weight, *factors = (tensor for _, tensor in group)
         if factors:
-            weight = (weight + _adapter_product(adapted[name], *factors)).to(dtype or weight.dtype)
+            weight = (weight + _delta(adapted[name], *factors)).to(dtype or weight.dtype)
         yield _plain_name(name), weight
 
 
@@ -218,7 +218,7 @@ def _adapter_matrices(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
     return layer.get_parameter("lora_A.default.weight"), layer.get_parameter("lora_B.default.weight")
 
 
-def _adapter_product(layer: nn.Module, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
+def _delta(layer: nn.Module, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
     """Compute alpha / rank * B A from whole matrices; a product of shards would round differently."""
     return matrix_b @ matrix_a * vars(layer)["scaling"]["default"]  # the scaling is alpha / rank
 
@@ -226,7 +226,7 @@ def _adapter_product(layer: nn.Module, matrix_a: Tensor, matrix_b: Tensor) -> Te
 def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tensor:
     """Compute with the codes of the merged weight, as an engine does, and not with a frozen weight plus an adapter."""
     with torch.autocast(inputs.device.type, enabled=False):
-        weight = base.weight + _adapter_product(layer, *_adapter_matrices(layer))
+        weight = base.weight + _delta(layer, *_adapter_matrices(layer))
     return base.multiply(inputs, weight)
 
 
