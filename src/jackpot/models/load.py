@@ -99,6 +99,7 @@ def load_value_model(
     is_new = set(info["missing_keys"]) == set(head)
     if is_new:
         info["missing_keys"] = set()
+        # A language model's own head, which the critic does not have, is no error.
         info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith("lm_head.")}
         with torch.no_grad():
             for name in head:
@@ -401,7 +402,7 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
         return
 
     differing = [token for token in first | second if first.get(token) != second.get(token)]
-    ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}
+    ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}  # inf: no such token
     # The token with the lowest id in either tokenizer.
     token = min(differing, key=lambda token: (min(ids[token]), ids[token]))
     raise DataError(

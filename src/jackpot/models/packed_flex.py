@@ -60,6 +60,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     has_prompt = (first_sequence <= first_prompt[:, None]) & (first_prompt[:, None] <= last_sequence)
     is_partly_visible = ((last_sequence >= first_sequence[:, None]) | has_prompt) & (first <= first[:, None])
     is_single = first_sequence == last_sequence  # [blocks], True where all tokens of a block are of one sequence
+    # All visible keys: of one sequence, the queries' own or their prompt, in an earlier block.
     is_all_visible = (
         is_single
         & is_single[:, None]

@@ -417,7 +417,7 @@ def joint_loss(
     """
     terms = policy_terms(policy, batch, scores, inputs)
     correction = policy.correction.apply(inputs, totals)
-    policy_sum, _ = policy_loss(policy, terms, correction, max_length)
+    policy_sum, _ = policy_loss(policy, terms, correction, max_length)  # the numerator alone
     ppo, distill, rollout_metrics = rollout_model_loss(rollout_model, batch, scores, old, max_length)
 
     return JointLoss(
@@ -505,7 +505,7 @@ def rollout_model_loss(
     generated = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)  # what the rollout model sampled
     counted = mask.to(losses.dtype)
     ppo, count = objective.aggregate(objective.ppo_weight * losses, counted, max_length)
-    distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)
+    distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)  # same count
 
     metrics: Sums = {
         "rollout_model/loss": _quotient(ppo + distill, count),

@@ -173,6 +173,7 @@ def train_in_codes(
 
     Args:
         scheme: the engine's scheme, which quantizes activations too.
+        backward: the formula of the gradients (`CodedProduct`).
         fp8_cache, exact: as in `attend_as_engine`.
         dtype: dtype of the engine's weights and activations.
 

@@ -156,6 +156,7 @@ def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...
         for head in heads
     ]
     are_read = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
+    # Bytes of the logits, a number for each position and token, of the heads that backward reads.
     memory = sum(len(head.hidden) * len(head.weight) * sum_dtype(heads).itemsize for head in compress(heads, are_read))
     return tuple(is_read and memory <= options.logits_memory for is_read in are_read)
 
