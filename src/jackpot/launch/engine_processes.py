@@ -97,7 +97,7 @@ def process_links(config: Config, setup: dict[str, Any]) -> dict[str, ProcessLin
 
 
 def engine_gpu(index: int, shares: bool) -> dict[str, str]:
-    """Return the environment variable by which an engine process sees its GPU and no other.
+    """Return the variable CUDA_VISIBLE_DEVICES by which an engine process sees its GPU and no other.
 
     Args:
         index: index of the engine process, from 0.

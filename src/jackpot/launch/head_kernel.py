@@ -23,7 +23,7 @@ def head_options(config: Config) -> HeadOptions:
         ConfigError: Triton or the device of the settings cannot be used.
     """
     reader = tile_reader(config.head_kernel, pick_device(config.device))
-    return HeadOptions(reader, config.head_logits_memory * 2**20)
+    return HeadOptions(reader, config.head_logits_memory * 2**20)  # MiB to bytes
 
 
 def tile_reader(kernel: str, device: torch.device) -> TileReader:

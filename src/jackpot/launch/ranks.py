@@ -131,7 +131,7 @@ def _end_with_torchrun() -> None:
 def _own_device(device: str, process: ProcessRank) -> torch.device:
     """Return the device of this rank: the GPU of its local rank if settings and machine have GPUs, else the CPU.
 
-    In this process `cuda` means that GPU from then on.
+    In this process `cuda` means that GPU from then on. Raise ConfigError if this machine has fewer GPUs than ranks.
     """
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -146,7 +146,8 @@ def _own_device(device: str, process: ProcessRank) -> torch.device:
 
 
 def _store(process: ProcessRank) -> dist.Store:
-    """Return the store by which the ranks find each other. If all are on one machine, they talk over its loopback."""
+    """Return the store by which the ranks find each other; raise RankError if it is not reached. If all ranks
+    are on one Linux machine, they talk over its loopback."""
     if process.local_size == process.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
@@ -196,7 +197,7 @@ def _joined(store: dist.Store, process: ProcessRank, run: Path, timeout: float, 
 
 
 def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, exact: Collection[Role]) -> Learner:
-    """Have every rank build its learner, and return rank 0's, which leads the others."""
+    """Have every rank build its learner, and return rank 0's, to lead; `exact`: `exact_engines` of `build_learner`."""
     folder = str(checkpoint.folder.resolve()) if checkpoint else None
     # What every other rank builds its learner from (`_build_follower`).
     command = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}
@@ -214,7 +215,7 @@ def _build_follower(command: dict[str, Any]) -> JointLearner:
     config = build_config(json.loads(command["config"]))
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
 
-    folder = command["checkpoint"] and Path(command["checkpoint"])
+    folder = command["checkpoint"] and Path(command["checkpoint"])  # None for a new run
     checkpoint = Checkpoint(folder, load_state(folder)) if folder else None
     return build_learner(config, checkpoint, command["exact"], _mesh(config))
 

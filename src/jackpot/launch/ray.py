@@ -102,6 +102,7 @@ class EngineActor:
     """The process that holds one `EngineHost` with its engines; Ray starts the process again when it dies."""
 
     def __init__(self, folder: str, make: MakeEngines) -> None:
+        """Go to the driver's working folder, `folder`; keep `make`, which makes the engines from `begin`'s setup."""
         _enter(folder)
         self._make = make
         self._setup = b""  # what the engines were made from; empty before `begin`
@@ -175,12 +176,14 @@ class RayLink(Link):
     """
 
     def __init__(self, actor: Any, setup: Any, silence: float) -> None:
+        """Keep the arguments, which the class explains; nothing is sent to the actor before `open`."""
         self._actor, self._setup = actor, pack(setup).numpy()
         self.silence = silence
         self._node = ""
         self._hangs = False
 
     async def open(self) -> None:
+        """Have the actor make its engines and a new host, after a restart if it hung; raise PeerLost if it is lost."""
         await self.close()
         with self._lost_named():
             async with asyncio.timeout(self.silence):
@@ -200,6 +203,7 @@ class RayLink(Link):
                         return _tensor(answer)
 
     async def close(self) -> None:
+        """Kill the actor if it hangs, so that Ray starts it again; leave any other actor running."""
         if self._hangs:
             _ray().kill(self._actor, no_restart=False)
             self._hangs = False
@@ -410,7 +414,7 @@ def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> l
     """Start an actor for each engine, and return the actors. They end with this process, or when the list is freed."""
     actor = ray.remote(EngineActor)
     engines = []
-    for index, name in enumerate(_engine_names(config), config.placement.ranks):
+    for index, name in enumerate(_engine_names(config), config.placement.ranks):  # after all ranks
         options = _options(ray, group, config, index)
         engines.append(actor.options(name=name, max_restarts=-1, **options).remote(os.getcwd(), make))
     return engines
@@ -420,6 +424,7 @@ class _RankGroup:
     """The actors of all ranks, which live and end together."""
 
     def __init__(self, ray: Any, config: Config, group: Any) -> None:
+        """Start an actor for each rank in its bundle of the placement group `group`."""
         self._ray = ray
         actor = ray.remote(RankActor)
         self._actors = [
@@ -502,6 +507,7 @@ class _Lines:
     """The lines of metrics.jsonl, each shown once, even if ranks that started again write it a second time."""
 
     def __init__(self, path: Path, show: Callable[[dict[str, Any]], None]) -> None:
+        """Read past the lines that the file `path` has already; `show` is called with each later line."""
         self._path, self._show = path, show
         self._offset = 0  # bytes that were read
         self._newest = -1  # iteration of the newest line
@@ -518,7 +524,7 @@ class _Lines:
     def _read(self) -> Iterator[dict[str, Any]]:
         """Yield the content of each complete line that was written to metrics.jsonl since the last call."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:  # shorter: a start has moved lines to superseded/
+            if file.seek(0, os.SEEK_END) < self._offset:  # shorter: a start has moved lines to superseded/; read all
                 self._offset = 0
             file.seek(self._offset)
             for line in file:

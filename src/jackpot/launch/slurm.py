@@ -30,7 +30,7 @@ def script(job: Job, command: list[str], run: str) -> str:
     gpus = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
     head = _HEAD.format(name=job.name, nodes=job.nodes, gpus=gpus, time=job.time, notice=NOTICE)
     words = shlex.join(command) + ' --run "$run"'
-    # torchrun kills the ranks that still run when 30 seconds of the job are left.
+    # SLURM signals NOTICE seconds before the end of the job; 30 seconds before it torchrun kills ranks that still run.
     train = _TRAIN.format(nodes=job.nodes, ranks=job.ranks, shutdown=NOTICE - 30, words=words)
     return f"{head}run=$(realpath -m {shlex.quote(run)})\n{train}"
 

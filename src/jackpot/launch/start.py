@@ -92,8 +92,8 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
 
 
 def _events_of_computing(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield the events that record how this machine computes: the kernel of output layers, the function that multiplies
-    quantized matrices, and layers that engines compute in other number formats than training."""
+    """Yield an event for each of these that the run has: a kernel of output layers other than `eager`, a function that
+    multiplies quantized matrices in training, and layers that engines compute in other number formats than training."""
     if (kernel := head_options(config).reader.name) != "eager":
         yield {"event": "head_kernel", "kernel": kernel}
     if config.trained_quantization:

@@ -47,7 +47,7 @@ def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
         return 0
     matrices = [weight for weight in module.parameters(recurse=False) if weight.ndim == 2]
     experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
-    experts_per_token = getattr(config, "num_experts_per_tok", None) or 0
+    experts_per_token = getattr(config, "num_experts_per_tok", None) or 0  # 0 without experts
     return sum(weight.numel() for weight in matrices) + sum(weight[0].numel() * experts_per_token for weight in experts)
 
 

@@ -47,7 +47,7 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
     probs, index = log_probs.exp(), drafts[:, None]
     drafted_probs = draft_probs.gather(1, index)  # [N, 1]
     is_draft = drafted_probs > 0.0  # False where nothing was drafted, and where q is NaN
-    accepted = is_draft & (uniforms[:, :1] * lam * drafted_probs < probs.gather(1, index))
+    accepted = is_draft & (uniforms[:, :1] * lam * drafted_probs < probs.gather(1, index))  # u < p / (lam q)
 
     # r, not normalized; p itself where there is no residual.
     residual = (probs - draft_probs).clamp_(min=0.0)
@@ -70,4 +70,5 @@ def tokens_per_verification(acceptance: Chance, drafted: int) -> Chance:
         acceptance: alpha, the probability that a draft is accepted if all drafts before it were, in [0, 1].
         drafted: k, the number of drafts that the pass verifies.
     """
+    # The sum of alpha^i for i from 0 to k; `acceptance**0` is 1 in the type of `acceptance`.
     return sum((acceptance**count for count in range(1, drafted + 1)), start=acceptance**0)

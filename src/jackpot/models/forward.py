@@ -187,6 +187,7 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
     Models with linear attention, a state space, chunks, or layers that share keys do not.
     """
     layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
+    # Some configs have these two fields with the value None.
     is_chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ()) or bool(
         getattr(text, "attention_chunk_size", None)
     )
@@ -215,7 +216,7 @@ def _passes_options_on(layer_class: type[nn.Module]) -> bool:
     # (`argrepr` has the one or two names that an instruction reads.)
     names_in_code = {name for step in dis.get_instructions(function) for name in step.argrepr.split(", ")}
 
-    # A layer without a cache has no attention.
+    # A layer without a cache has no attention, and so nothing to pass on.
     return "past_key_values" not in parameters or bool(options & names_in_code)
 
 
@@ -236,7 +237,7 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
 def _is_length_free(model: PreTrainedModel) -> bool:
     """Tell whether keys and values of a token depend only on the tokens up to it, however long the sequence gets."""
-    # The rotary settings are one dict, or a dict for each kind of layer.
+    # The rotary settings are one dict, or a dict for each kind of layer; {} for a model without any.
     by_layer = getattr(_text_config(model), "rope_parameters", None) or {}
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
     return (

@@ -38,6 +38,7 @@ def _without_autocast(function: Forward) -> Forward:
 
     @wraps(function)
     def run(*args: Any) -> Any:
+        """Call the function without autocast."""
         with torch.autocast("cpu", enabled=False):
             return function(*args)
 
@@ -74,8 +75,10 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of w, sum g n, and of x, r (g w - n mean(g w n)), with g the output's gradient,
-        r = 1 / sqrt(mean x^2 + eps), and n = x r."""
+        """Compute the gradient of w, `weight`: the sum of g n over all rows; and that of x: r (g w - n mean(g w n)).
+
+        Here g is the output's gradient, `scale` is r = 1 / sqrt(mean x^2 + eps), and n = x r.
+        """
         x, weight, scale = ctx.saved_tensors
         rows, grads = _rows(x), _rows(grad)
         wide = weight.to(_WIDE)
@@ -93,7 +96,7 @@ class RMSNorm(torch.autograd.Function):
             if grad_x.dtype != _WIDE:
                 grad_x[run].copy_(scaled)
 
-        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None  # none for eps
 
 
 class GatedProduct(torch.autograd.Function):
@@ -105,6 +108,7 @@ class GatedProduct(torch.autograd.Function):
     @staticmethod
     @_without_autocast
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        """Return (silu(gate) * up) W^T, [..., H], with W = `weight`, [H, I]; gate and up are [..., I]."""
         gates, ups = _rows(gate), _rows(up)
         transposed = weight.to(gate.dtype).t()
         out = gates.new_empty((len(gates), len(weight)))
@@ -145,6 +149,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return x cos + (-x_2, x_1) sin, with x_1 and x_2 the halves of the last dimension of x."""
         ctx.save_for_backward(cos, sin)
         half = x.shape[-1] // 2
         return _rotated(x, cos, -sin[..., :half], sin[..., half:])
@@ -173,6 +178,7 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 def _runs(count: int, longest: int) -> Iterator[slice]:
     """Cut range(count) into the fewest near-equal runs of at most `longest` items; a run has at least one item."""
+    # -(-a // b) is a / b rounded up; without items the size is 1.
     size = -(-count // max(1, -(-count // max(1, longest)))) or 1
     return (slice(start, start + size) for start in range(0, count, size))
 
@@ -218,10 +224,10 @@ def fuse(model: PreTrainedModel) -> int:
 
 
 def _norm(module: nn.Module) -> Forward | None:
-    """Return a faster forward of an RMSNorm; None for other modules."""
+    """Return a faster forward of an RMSNorm; None for other modules, and where its outputs or gradients differ."""
     names = [name for name, _ in module.named_parameters()]
     is_known = names == ["weight"] and isinstance(getattr(module, "variance_epsilon", None), float)
-    if not (is_known and _takes_one(module)):
+    if not (is_known and _takes_one_argument(module)):
         return None
 
     forward = partial(_run_norm, module, module.forward)
@@ -239,10 +245,10 @@ def _run_norm(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
 
 
 def _mlp(module: nn.Module) -> Forward | None:
-    """Return a faster forward of a gated MLP; None for other modules."""
+    """Return a faster forward of a gated MLP; None for other modules, and where its outputs or gradients differ."""
     linears = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
     is_known = isinstance(getattr(module, "act_fn", None), nn.SiLU | SiLUActivation) and linears.keys() == _GATED
-    if not (is_known and _takes_one(module)) or len(list(module.parameters())) != 3:  # three matrices without biases
+    if not (is_known and _takes_one_argument(module)) or len(list(module.parameters())) != 3:  # no biases
         return None
 
     forward = partial(_run_mlp, module, module.forward)
@@ -261,7 +267,7 @@ def _run_mlp(module: nn.Module, own_forward: Forward, x: Tensor) -> Tensor:
     return GatedProduct.apply(gate, up, last.weight)
 
 
-def _takes_one(module: nn.Module) -> bool:
+def _takes_one_argument(module: nn.Module) -> bool:
     """Tell whether a module's forward has one argument alone; some norms also take a gate."""
     return len(inspect.signature(module.forward).parameters) == 1
 
@@ -319,7 +325,8 @@ def _random_inputs(*shape: int) -> Tensor:
 
 @torch.enable_grad()
 def _agree(own_forward: Forward, fused: Forward, inputs: Sequence[Tensor], module: nn.Module | None = None) -> bool:
-    """Tell whether two functions have the same outputs, and the same gradients of inputs and of a module's weights."""
+    """Tell whether two functions have the same outputs, and gradients of inputs and of a module's weights, up to
+    `TOLERANCES`; the answer is True for weights on the meta device, which have no numbers."""
     weights = [weight for weight in module.parameters() if weight.requires_grad] if module else []
     if any(weight.is_meta for weight in weights):  # there are no numbers to compare
         return True

@@ -35,6 +35,7 @@ class Gathered(nn.Module):
     """
 
     def __init__(self, models: Mapping[str, PreTrainedModel], device: torch.device) -> None:
+        """Hold the models as parts of one module; `device` is the one on which this rank computes."""
         super().__init__()
         self.models = nn.ModuleDict(models)
         self.device = device
@@ -63,6 +64,7 @@ class Gathered(nn.Module):
         return [(name, tensor.cpu()) for name, tensor in weights]
 
     def forward(self, work: Callable[[], Any]) -> Any:
+        """Run `work`, inside of the hooks by which FSDP gathers the weights."""
         return work()
 
 

@@ -99,6 +99,6 @@ def resolve_path(path: str | Path) -> str:
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder)
-    if isinstance(path, Path) or not _HUB_NAME.fullmatch(text):
+    if isinstance(path, Path) or not _HUB_NAME.fullmatch(text):  # a Path is no name on the hub
         raise ModelError(f"there is no model folder {path}. {ADVICE}")
     return text

@@ -99,6 +99,7 @@ def load_value_model(
     is_new = set(info["missing_keys"]) == set(head)
     if is_new:
         info["missing_keys"] = set()
+        # A language model's own head, which the critic does not have, is no error.
         info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith("lm_head.")}
         with torch.no_grad():
             for name in head:
@@ -150,7 +151,8 @@ def _check_named_files(path: str | Path) -> None:
     """Refuse a model whose index or config names files of weights that are no safetensors or lie outside of its folder.
 
     transformers would load these files: a pickle, or a file elsewhere on this machine. The name as it is written
-    decides, and not where links lead, since files from the hub are links inside its cache.
+    decides, and not where links lead, since files from the hub are links inside its cache. Refused too: a pipe or a
+    device among the files, and a config with too many layers.
     """
     source = resolve_path(path)
 
@@ -161,14 +163,14 @@ def _check_named_files(path: str | Path) -> None:
         return parse_json(read_foreign(Path(file)), dict) if file else {}
 
     try:
-        _check_regular(source)
+        _check_regular_files(source)
         shards = content(SAFE_WEIGHTS_INDEX_NAME).get("weight_map", {}).values()
         named_files = [(SAFE_WEIGHTS_INDEX_NAME, shard) for shard in shards]
 
         config = content("config.json")
         if (explicit := config.get("transformers_weights")) is not None:
             named_files.append(("config.json", explicit))
-        _check_numbers(config)
+        _check_layer_counts(config)
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
@@ -181,18 +183,18 @@ def _check_named_files(path: str | Path) -> None:
             )
 
 
-def _check_regular(source: str) -> None:
+def _check_regular_files(source: str) -> None:
     """Refuse a local folder with a pipe or a device among its files, which a library would read without end."""
     for path in Path(source).iterdir() if Path(source).is_dir() else ():
         if path.suffix in _READ_SUFFIXES and path.exists():
             check_foreign(path)
 
 
-def _check_numbers(config: Mapping[str, Any]) -> None:
+def _check_layer_counts(config: Mapping[str, Any]) -> None:
     """Refuse a config with absurdly many layers; transformers would build them all before it reads any weight."""
     for name, value in config.items():
         if isinstance(value, dict):
-            _check_numbers(value)
+            _check_layer_counts(value)
         elif name.endswith(("layers", "layer")) and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(f"{name} is {value:,}, and at most {MOST_LAYERS:,} are read")
 
@@ -208,7 +210,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
-    """Load a model as `_read` does, but leave its weights in their files; None where names or dtypes do not allow it.
+    """Load a model as `_read` does, with weights left in their files; None on an error, or if names or dtypes forbid.
 
     transformers gets a single number, expanded to the shape of each weight, in place of the weights, and makes the rest
     of the model as from a folder. Then each weight becomes a view of its file.
@@ -232,10 +234,10 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
             ignore_mismatched_sizes=True,
         )
     except _LOADING_ERRORS:
-        return None  # `_read` raises the error, or loads the model in its way
+        return None  # `_read` raises the error, or loads the model in its own way
 
     # A view serves only where the file has the parameter under the same name and in a dtype that needs only a cast; a
-    # buffer from the file would now hold the number above.
+    # buffer from the file would now hold `zero`.
     parameters = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
     is_plain = parameters.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in parameters)
     if not is_plain or any(name in weights for name, _ in model.named_buffers()):
@@ -252,7 +254,7 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
 
 
 def _views(source: str) -> dict[str, Tensor]:
-    """Return the weights in the files of a model by name, as views of the files."""
+    """Return the weights in the files of a model by name, as views of the files; download files on the hub first."""
     folder = Path(source)
     if not folder.is_dir():
         patterns = ["model*.safetensors", "model.safetensors.index.json"]
@@ -271,7 +273,7 @@ def _views(source: str) -> dict[str, Tensor]:
 
 
 def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict]:
-    """Read a model into the memory of the CPU, with the names of missing, unexpected and misshapen weights."""
+    """Read a model on the CPU, with the names of missing, unexpected and misshapen weights; or raise ModelError."""
     source = resolve_path(path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"the folder {path} has no config.json, so it is not a model. {ADVICE}")
@@ -364,7 +366,7 @@ def load_meta_model(path: str | Path) -> PreTrainedModel:
 
 
 def _add_generation_config(model: PreTrainedModel, source: str) -> None:
-    """Set `model.generation_config` from generation_config.json, as transformers does when it loads a folder."""
+    """Set `model.generation_config` from generation_config.json, if there is one, as transformers does on loading."""
     try:
         model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=stays_local(source))
     except OSError:
@@ -400,7 +402,7 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
         return
 
     differing = [token for token in first | second if first.get(token) != second.get(token)]
-    ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}
+    ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}  # inf: no such token
     # The token with the lowest id in either tokenizer.
     token = min(differing, key=lambda token: (min(ids[token]), ids[token]))
     raise DataError(
@@ -436,7 +438,7 @@ def head_rows(paths: Mapping[Role, str] | Mapping[str, str], tokenizer: PreTrain
 
 
 def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the model folder's generation_config.json, or else config.json.
+    """Return the end-of-sequence tokens that a model's generation_config.json or else config.json names; () for none.
 
     Raises:
         ModelError: they are no token ids of the model.
@@ -463,10 +465,11 @@ def _place(path: str | Path, source: str, error: Exception) -> str:
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that all models of a run share.
+    """Load the tokenizer that all models of a run share: the policy's, after a comparison with all others.
 
     Raises:
-        DataError: the tokenizers differ; the message names a token.
+        ModelError: as `load_tokenizer`.
+        DataError: as `load_tokenizer`, or the tokenizers differ; the message names a token.
     """
     tokenizers = {role: load_tokenizer(path) for role, path in paths.items()}
     for tokenizer in tokenizers.values():

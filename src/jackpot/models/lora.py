@@ -88,7 +88,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
     # A layer that computes with codes needs those of its merged weight: the codes of W and of B A do not add up.
     for layer in model.modules():
-        if _has_delta(layer) and isinstance(base := layer.get_submodule("base_layer"), CodedLinear):
+        if _has_adapter(layer) and isinstance(base := layer.get_submodule("base_layer"), CodedLinear):
             layer.forward = partial(_forward_merged, layer, base)
 
 
@@ -109,13 +109,13 @@ def merged_weights(
         rank_of: as in `gather`; the same rank for all tensors of one name.
     """
     # The layers with an adapter, by the names of their weights.
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_delta(layer)}
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _has_adapter(layer)}
 
     def stored() -> Iterator[tuple[str, Tensor]]:
         """Yield each weight by name; after a weight with an adapter, A and B too, all three under that one name."""
         for name, parameter in _base_parameters(model):
             if layer := adapted.get(name):
-                matrix_a, matrix_b = _factors(layer)
+                matrix_a, matrix_b = _adapter_matrices(layer)
                 yield from ((name, parameter), (name, matrix_a.detach()), (name, matrix_b.detach()))
             else:
                 yield name, parameter.to(dtype) if dtype and is_sharded(parameter) else parameter
@@ -125,7 +125,7 @@ def merged_weights(
         weight, *factors = (tensor for _, tensor in group)
         if factors:
             weight = (weight + _delta(adapted[name], *factors)).to(dtype or weight.dtype)
-        yield _plain(name), weight
+        yield _plain_name(name), weight
 
 
 def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[], list[Path]]:
@@ -137,18 +137,18 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     """
     adapter = _adapter_parameters(model)
     if not adapter and not any(map(is_sharded, model.parameters())):
-        return partial(_write_whole, model, folder, None)
+        return partial(_write_whole, model, folder, state=None)
 
     base_digest = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
     # On the CPU: the adapter's tensors, and the merged weights that are dealt out to this part.
     adapter = {name: tensor.cpu() for name, tensor in gather(adapter.items())}
     merged = {name: tensor.cpu() for name, tensor in merged_weights(model, rank_of=Dealer(part.size))}
     # The first name of each parameter; in the state of the model, a tied weight has further names.
-    first_names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+    first_names = {id(parameter): _plain_name(name) for name, parameter in model.named_parameters()}
 
     # What this part writes, without the adapter's own tensors: merged weights and, in the first part, all buffers.
     state = {
-        _plain(name): merged.get(first_names[id(tensor)]) if id(tensor) in first_names else tensor
+        _plain_name(name): merged.get(first_names[id(tensor)]) if id(tensor) in first_names else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
         if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)  # _END: of an adapter's tensors
     }
@@ -208,25 +208,25 @@ def _peft() -> ModuleType:
     return peft
 
 
-def _has_delta(layer: nn.Module) -> bool:
+def _has_adapter(layer: nn.Module) -> bool:
     """Tell whether a layer has an adapter."""
-    return hasattr(layer, "get_delta_weight")
+    return hasattr(layer, "get_delta_weight")  # a method of peft's layers
 
 
-def _factors(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+def _adapter_matrices(layer: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
     """Return the matrices A and B of a layer's adapter."""
     return layer.get_parameter("lora_A.default.weight"), layer.get_parameter("lora_B.default.weight")
 
 
 def _delta(layer: nn.Module, matrix_a: Tensor, matrix_b: Tensor) -> Tensor:
     """Compute alpha / rank * B A from whole matrices; a product of shards would round differently."""
-    return matrix_b @ matrix_a * vars(layer)["scaling"]["default"]
+    return matrix_b @ matrix_a * vars(layer)["scaling"]["default"]  # the scaling is alpha / rank
 
 
 def _forward_merged(layer: nn.Module, base: CodedLinear, inputs: Tensor) -> Tensor:
     """Compute with the codes of the merged weight, as an engine does, and not with a frozen weight plus an adapter."""
     with torch.autocast(inputs.device.type, enabled=False):
-        weight = base.weight + _delta(layer, *_factors(layer))
+        weight = base.weight + _delta(layer, *_adapter_matrices(layer))
     return base.multiply(inputs, weight)
 
 
@@ -254,7 +254,7 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     """Return a parameter's name without an adapter; where a layer has one, peft puts `base_layer` into the name."""
     return name.replace(".base_layer.", ".")
 
@@ -266,7 +266,7 @@ def _base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _plain_base(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters but the adapter's, detached, by the names that they have without an adapter."""
-    return ((_plain(name), tensor) for name, tensor in _base_parameters(model))
+    return ((_plain_name(name), tensor) for name, tensor in _base_parameters(model))
 
 
 def _adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ class AttentionPlan:
     """How one forward pass attends over a packed row: the row, each layer's window, and masks that layers share."""
 
     def __init__(self, row: PackedRow, config: PreTrainedConfig) -> None:
+        """Read each layer's window from `config`; a mask is made when the first layer asks for it."""
         self.row = row
         self._windows = layer_windows(config)
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}  # by window and dtype
@@ -300,11 +301,14 @@ class AttentionSet(AbstractContextManager):
     """
 
     def __init__(self, config: PreTrainedConfig, implementation: str | None) -> None:
+        """Note a model's config, and the name of the attention function that it gets in the context."""
         self._config, self._implementation = config, implementation
 
     def __enter__(self) -> None:
+        """Put the new name into the config, and remember the former one."""
         self._before = self._config._attn_implementation
         self._config._attn_implementation = self._implementation
 
     def __exit__(self, *_: object) -> None:
+        """Put the former name back."""
         self._config._attn_implementation = self._before

@@ -41,7 +41,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     prompt = prompts.index_select(0, sequence)  # [S], the sequence that is the prompt of each token
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Tell whether the token with the index `query` attends to the token with the index `key`."""
+        """Tell whether the token with the index `query` attends to that with the index `key`, in any head."""
         is_visible = (sequence[key] == sequence[query]) | (sequence[key] == prompt[query])
         is_visible = is_visible & (positions[key] <= positions[query])
         return is_visible if window is None else is_visible & (positions[key] > positions[query] - window)
@@ -56,9 +56,11 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     # Rows are blocks of queries, columns blocks of keys. Partly visible: a query may see a key. All visible: each query
     # sees each key. `has_prompt` asks for the prompt of the first query alone: any later prompt of the block begins
     # inside of the block, so no earlier block of keys has it.
+    # Partly visible keys: of the first query's sequence, a later one or its prompt; in this block or an earlier one.
     has_prompt = (first_sequence <= first_prompt[:, None]) & (first_prompt[:, None] <= last_sequence)
     is_partly_visible = ((last_sequence >= first_sequence[:, None]) | has_prompt) & (first <= first[:, None])
     is_single = first_sequence == last_sequence  # [blocks], True where all tokens of a block are of one sequence
+    # All visible keys: of one sequence, the queries' own or their prompt, in an earlier block.
     is_all_visible = (
         is_single
         & is_single[:, None]
@@ -86,7 +88,7 @@ def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> Flex | None:
-    """Return the compiled kernel for heads of these sizes; None, with a warning, where it cannot be compiled.
+    """Return the compiled kernel for heads of these sizes; None without Triton and, with a warning, if it fails.
 
     Args:
         size: size of a head of the queries and keys.
@@ -119,5 +121,5 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
 
 def _row(tokens: int, device: torch.device) -> PackedRow:
     """Return a packed row of one prompt; the fields of it that `block_mask` reads are on `device`."""
-    row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])
+    row = pack_row([[0] * tokens], [0], [torch.zeros(1, dtype=torch.int64)])  # a response of 1 token adds no input
     return replace(row, positions=row.positions.to(device), cu_queries=row.cu_queries.to(device))

@@ -58,7 +58,7 @@ def pack_row(prompts: Sequence[Sequence[int]], prompt_index: Sequence[int], resp
         positions.append(torch.arange(prompt_size))
         total += prompt_size
 
-        input_lengths = [max(0, lengths[index] - 1) for index in indices]  # without the last token
+        input_lengths = [max(0, lengths[index] - 1) for index in indices]  # without the last token, which predicts none
         is_alone = len(indices) == 1  # a prompt and its only response are one sequence
         num_queries = prompt_size + (input_lengths[0] if is_alone else 0)
         sequences.append(

@@ -38,7 +38,8 @@ class Dealer:
     """A rule that deals tensors out to parts: each to the smallest part so far, but tensors of one name to one part."""
 
     def __init__(self, size: int) -> None:
-        self._sizes, self._part_of = [0] * size, {}
+        """Begin with `size` empty parts."""
+        self._sizes, self._part_of = [0] * size, {}  # bytes of each part; number of the part by tensor name
 
     def __call__(self, name: str, size: int) -> int:
         """Return the number of the part for a tensor of `size` bytes; all ranks have to ask in the same order."""

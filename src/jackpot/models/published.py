@@ -74,7 +74,7 @@ def published_config(name: str) -> PreTrainedConfig | None:
     """Return the config of a model in the table, marked as coming from it (`is_from_table`); None for other names."""
     if name not in PUBLISHED:
         return None
-    settings = dict(PUBLISHED[name])  # a copy, without what goes under other names below
+    settings = dict(PUBLISHED[name])  # a copy, as `pop` removes entries below
     rope = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, rope_parameters=rope, dtype="bfloat16")
     config.name_or_path = f"{OWN_TABLE}{name}"

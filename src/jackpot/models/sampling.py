@@ -77,6 +77,7 @@ def _draw(scores: Tensor, uniforms: Tensor, num_top_log_probs: int) -> Draw:
     highest = scores.amax(dim=-1, keepdim=True)
     tokens, totals = _invert((scores - highest).exp_(), uniforms)
     top_scores, top_ids = largest(scores, num_top_log_probs)
+    # The first column is of the drawn token, the others of the top tokens.
     log_probs = _normalized(torch.cat([scores.gather(1, tokens[:, None]), top_scores], dim=1), highest, totals)
     return Draw(tokens, log_probs[:, 0].contiguous(), top_ids, log_probs[:, 1:].contiguous())
 
@@ -160,5 +161,6 @@ def _restricted(log_probs: Tensor, mask: Tensor) -> Tensor:
 def _first_above(running: Tensor, masses: Tensor, goal: Tensor) -> Tensor:
     """Return in each row the first index whose running sum exceeds the goal, [N, 1]; where rounding left none, the last
     index with a mass above 0. `running` has the running sums of `masses`."""
+    # In each row the last index with a mass above 0; argmax finds the first one in reversed order.
     last = masses.shape[-1] - 1 - (masses > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(running, goal, right=True), last)

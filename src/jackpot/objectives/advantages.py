@@ -32,7 +32,7 @@ def grpo(outcomes: Outcomes) -> Tensor:
     The standard deviation divides by n - 1, as in the GRPO implementations of TRL and verl. A group of equal rewards,
     or of a single response, gets exactly 0; no epsilon is added to the denominator.
     """
-    centred = dr_grpo(outcomes)
+    centred = dr_grpo(outcomes)  # r - mean of group
     std = (_group_sum(centred.square(), outcomes.groups) / (_group_sizes(outcomes) - 1).clamp(min=1)).sqrt()
     return torch.where(centred == 0, 0.0, centred / std.clamp(min=torch.finfo(std.dtype).tiny))
 

@@ -196,7 +196,7 @@ def token_scores(
     """
     spread, at = batch.spread, batch.at_sampled  # functions that turn [N] into [B, T], and back
 
-    # The policy stands for the rollout model where there is none, and for p_inf at the tokens that it sampled itself.
+    # Without a rollout model the policy stands for it; at tokens that the policy sampled, it does so in Z alone.
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
         by_policy = batch.by_policy[:, None].expand_as(batch.response_mask)  # [B, T], of each token
@@ -243,7 +243,7 @@ def on_support(
 ) -> HeadOutput | JointOutput:
     """Replace the log-probs of sampled ids and of the engine's top-k ids in `output` by those of `scores_on_support`.
 
-    `gathered` has the latter. Entropy, the head's own top-k and KLs stay those of the whole vocabulary.
+    Those of the top-k ids go into `gathered`. Entropy, the head's own top-k and KLs stay those of the whole vocabulary.
 
     Args:
         heads: head of the policy, and that of the rollout model where `output` has both.
@@ -299,7 +299,7 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
 def check_exact(rollout_weights_are_current: Tensor, response_mask: Tensor) -> None:
     """Refuse `normalizer: exact` unless every token was sampled from the distribution that training computes now.
 
-    Both tensors are still on the CPU.
+    Both tensors are still on the CPU, so nothing waits for a GPU.
 
     Args:
         rollout_weights_are_current: [B, T] bool, as in `token_scores`.
@@ -348,7 +348,7 @@ def measured_inputs(
         now: log-probs and Z under the current weights, by `OldLogProbs.of`; it may be `old` itself where neither
             `objective.target` nor `objective.proximal` is "new".
     """
-    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)
+    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)  # keys: old, new, rollout
     target = old if objective.target == "old" else now  # has the Z of the target, and its lam
 
     inputs = CorrectionInputs(
@@ -393,6 +393,7 @@ def policy_loss(
     A gradient flows from the numerator into `terms`, unless they are detached.
     """
     losses = terms.regularizer - correction.accept_mask * correction.weights * terms.surrogate
+    # `COUNTS` gives each token's weight in the denominator: the response mask or the acceptance mask.
     return objective.aggregate(losses, COUNTS[objective.count](correction, terms.inputs.response_mask), max_length)
 
 
@@ -416,7 +417,7 @@ def joint_loss(
     """
     terms = policy_terms(policy, batch, scores, inputs)
     correction = policy.correction.apply(inputs, totals)
-    policy_sum, _ = policy_loss(policy, terms, correction, max_length)
+    policy_sum, _ = policy_loss(policy, terms, correction, max_length)  # the numerator alone
     ppo, distill, rollout_metrics = rollout_model_loss(rollout_model, batch, scores, old, max_length)
 
     return JointLoss(
@@ -504,7 +505,7 @@ def rollout_model_loss(
     generated = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)  # what the rollout model sampled
     counted = mask.to(losses.dtype)
     ppo, count = objective.aggregate(objective.ppo_weight * losses, counted, max_length)
-    distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)
+    distill, _ = objective.aggregate(objective.distill_weight * scores.distill_kl, counted, max_length)  # same count
 
     metrics: Sums = {
         "rollout_model/loss": _quotient(ppo + distill, count),
@@ -519,7 +520,7 @@ def rollout_model_loss(
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Mean:
     """Return a metric of value numerator / denominator; both add up where metrics of micro-batches are added."""
-    return Mean(numerator.detach().double(), numerator.new_zeros(()).double(), denominator.double())
+    return Mean(total=numerator.detach().double(), squares=numerator.new_zeros(()).double(), count=denominator.double())
 
 
 def _model_metrics(batch: TokenBatch, scores: TokenScores, old: OldLogProbs) -> Sums:

@@ -29,6 +29,7 @@ def in_float64(attend: Attention) -> Attention:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
+        """Compute as `attend`, in float64, and return no attention weights."""
         mask = attention_mask
         if mask is not None and mask.is_floating_point():
             mask = mask.double()
@@ -43,10 +44,12 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
+        """Return keys or values rounded to FP8, in their own dtype."""
         return round_to_fp8(states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
         return grad
 
 
@@ -56,6 +59,7 @@ def with_trained_kv(attend: Attention) -> Attention:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
+        """Compute as `attend`, on rounded keys and values."""
         return attend(module, query, _Rounded.apply(key), _Rounded.apply(value), attention_mask, **options)
 
     return attention
@@ -112,11 +116,11 @@ for _suffix in (_EXACT, _FP8, _EXACT + _FP8):
 def packed_implementation(config: PreTrainedConfig) -> str:
     """Return the name of the attention for packed rows that computes as a model's own attention does."""
     name = config._attn_implementation or ""
-    return name.replace(_SDPA, PACKED) if name.startswith(_SDPA) else PACKED
+    return name.replace(_SDPA, PACKED) if name.startswith(_SDPA) else PACKED  # with the same suffixes
 
 
 def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> None:
-    """Let a model in training attend as a quantized engine does, in place.
+    """Let a model in training attend as a quantized engine does, in place; change nothing if both flags are False.
 
     Args:
         fp8_cache: round keys and values as the engine's cache does, with the gradient of the identity.

@@ -50,7 +50,7 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
     HEAD for the output layer. The model may be on the meta device. The format of a matrix that a quantized side
     does not quantize is followed by the reason.
     """
-    products = side.autocast or side.dtype
+    products = side.autocast or side.dtype  # the dtype of products that are not quantized
     reasons = quantized_names(model).kept
     scheme = SCHEMES[side.quantization] if side.quantization else None
     formats = {BETWEEN: side.dtype, CACHE: side.kv_cache_dtype or products, HEAD: side.head_dtype or products}
@@ -61,8 +61,8 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
             continue
 
         if scheme and reason is None:
-            activations = scheme.activations and _grid(scheme.activations)
-            formats[name] = f"weights {_grid(scheme.weights)}, activations {activations or products}"
+            activations = scheme.activations and _grid_text(scheme.activations)
+            formats[name] = f"weights {_grid_text(scheme.weights)}, activations {activations or products}"
         else:
             own_format = side.dtype if reason == "embedding" else products
             formats[name] = f"{own_format}{_KEPT}{reason}" if scheme else own_format
@@ -90,6 +90,6 @@ def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tu
     )
 
 
-def _grid(grid: Grid) -> str:
+def _grid_text(grid: Grid) -> str:
     """Describe the codes and the blocks of a grid: `fp8 by 1 x 128`."""
     return f"{'fp8' if grid.codes == E4M3 else 'int8'} by {grid.rows or 'all'} x {grid.columns or 'all'}"

@@ -33,10 +33,11 @@ class Grid:
 
     def block(self, shape: torch.Size) -> tuple[int, int]:
         """Return how many rows and how many columns a block has in a matrix of this shape, [R, C]."""
-        return self.rows or max(1, shape[0]), self.columns or max(1, shape[1])
+        return self.rows or max(1, shape[0]), self.columns or max(1, shape[1])  # also 1 in an empty matrix
 
     def blocks(self, shape: torch.Size) -> torch.Size:
         """Return how many blocks a matrix of this shape has in each direction, which is the shape of its scales."""
+        # -(-a // b) is a / b rounded up, as the last block may be smaller.
         return torch.Size(-(-size // side) for size, side in zip(shape, self.block(shape), strict=True))
 
 
@@ -95,6 +96,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
     try:
         compiled = torch.compile(_codes_and_scales, dynamic=True, options={"eager_numerics.division_rounding": True})
         compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, nothing is compiled
+        # The last of the matrices has blocks that are not full, and rows that are not contiguous.
         for values in (matrix, matrix.bfloat16(), matrix[: BLOCK - 1].T):
             pairs = zip(compiled(values, grid), _codes_and_scales(values, grid), strict=True)
             if not all(torch.equal(actual.view(torch.uint8), exact.view(torch.uint8)) for actual, exact in pairs):
@@ -146,7 +148,7 @@ def next_power_of_two(values: Tensor, divisor: float = 1.0) -> Tensor:
         values: positive normal float32.
         divisor: from 1 to below 2.
     """
-    mantissa = 2**23 - 1
+    mantissa = 2**23 - 1  # the largest mantissa of a float32, and the mask of its bits
     carry = mantissa - int((divisor - 1.0) * 2**23)
     bits = (values.view(torch.int32) + carry) & ~mantissa
     return torch.where(values.isfinite(), bits.view(torch.float32), values)
@@ -161,7 +163,7 @@ def _blocks(matrix: Tensor, grid: Grid) -> Tensor:
 
 def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """Fill a matrix up with zeros to multiples of `rows` and `columns`."""
-    below, behind = -matrix.shape[0] % rows, -matrix.shape[1] % columns
+    below, behind = -matrix.shape[0] % rows, -matrix.shape[1] % columns  # rows and columns to add
     if not (below or behind):
         return matrix
     if matrix.dtype == E4M3:  # torch does not pad FP8; its zero is the byte 0

@@ -66,7 +66,7 @@ class CodedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of X and W from `grad`, the gradient of the product, [M, N]."""
+        """Compute the gradients of X and W, None if not needed, from `grad`, the gradient of the product, [M, N]."""
         row_codes, row_scales, weight_codes, weight_scales = ctx.saved_tensors
         rows_grid, weight_grid = ctx.grids
         rows, weight = Quantized(row_codes, row_scales, rows_grid), Quantized(weight_codes, weight_scales, weight_grid)
@@ -108,6 +108,7 @@ class CodedLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
+        """Take over the parameters of `layer`; `backward` chooses the formula of the gradients (`CodedProduct`)."""
         nn.Module.__init__(self)  # not nn.Linear's, which would make new parameters
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
@@ -118,7 +119,7 @@ class CodedLinear(nn.Linear):
         return self.multiply(inputs, self.weight)
 
     def multiply(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Do what `forward` does with another weight, [N, K], such as a weight into which an adapter is merged."""
+        """Map inputs as `forward` does, by another weight, [N, K], such as a weight into which an adapter is merged."""
         device = inputs.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
 
@@ -137,6 +138,7 @@ class LastRows:
     """
 
     def __init__(self, grid: Grid) -> None:
+        """Begin without an input; inputs are quantized by `grid`."""
         self._grid = grid
         # The last input, its version when it was quantized, the dtype that it was cast to, and its codes.
         self._last: tuple[ref[Tensor], int, torch.dtype, Quantized] | None = None
@@ -171,6 +173,7 @@ def train_in_codes(
 
     Args:
         scheme: the engine's scheme, which quantizes activations too.
+        backward: the formula of the gradients (`CodedProduct`).
         fp8_cache, exact: as in `attend_as_engine`.
         dtype: dtype of the engine's weights and activations.
 
@@ -249,10 +252,12 @@ class _LookupIn(TorchFunctionMode):
     """
 
     def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+        """Keep the embedding's float32 table, and the dtype that its rows are rounded to."""
         super().__init__()
         self._table, self._dtype = table, dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`; look embeddings up in the float32 table, whatever table they were given, and round the rows."""
         if func is not torch.nn.functional.embedding:
             return func(*args, **(kwargs or {}))
         return func(args[0], self._table, *args[2:], **(kwargs or {})).to(self._dtype)

@@ -46,6 +46,7 @@ def obrs(
     """Accept a token with probability a = min(1, rho / lam), with the weight min(kappa Z max(lam, rho), c1) r2: `obrs`.
 
     rho = p_target / p_inf, Z is the mean of a at the token's prefix, and kappa = sum of a / sum of estimates of Z.
+    The tensor `acceptance` is a, `kappa_z` is kappa Z, and `to_proximal` is p_proximal / p_target.
     r2 = min(p_proximal / p_target, c2) moves the weight to the point that PPO's ratio starts from.
     The defaults of lam, c1 and c2 are the paper's. `mask: sampled` is the paper's Bernoulli mask; `mask: expected`
     multiplies by the mask's mean a(x) instead, which has less variance. `kappa: none` sets kappa to 1. Else kappa is

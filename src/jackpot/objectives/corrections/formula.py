@@ -68,4 +68,4 @@ class ByFormula:
         if name == "kappa_z":
             kappa_z = kappas.by_response(inputs.by_policy) * inputs.z.value.double()  # in float64, then rounded once
             return kappa_z.to(inputs.rollout_log_probs.dtype)
-        return getattr(inputs, name)
+        return getattr(inputs, name)  # a field or property of the inputs

@@ -40,7 +40,7 @@ def f_tis(log_ratio: Tensor, advantages: Tensor, cap: float, max_kl: float) -> W
     Biased as `tis`, and towards responses that are far from the policy: the bad ones among them are not unlearned.
     """
     is_far = -log_ratio.sum(-1, keepdim=True) > max_kl
-    return _tis_but(is_far & (advantages < 0), log_ratio, cap)
+    return _tis_but(rejected=is_far & (advantages < 0), log_ratio=log_ratio, cap=cap)
 
 
 def dppo(
@@ -68,7 +68,7 @@ def dppo(
     rollout model already agree: a token far from the rollout model is only moved back to it.
     """
     variation = difference(rollout_log_probs, target_log_probs)
-    return _tis_but((variation > max_tv) & (advantages * log_ratio > 0), log_ratio, cap)
+    return _tis_but(rejected=(variation > max_tv) & (advantages * log_ratio > 0), log_ratio=log_ratio, cap=cap)
 
 
 def dppo_topk(log_ratio: Tensor, z: ZEstimate, advantages: Tensor, max_tv: float, cap: float) -> Weighed:
@@ -80,7 +80,7 @@ def dppo_topk(log_ratio: Tensor, z: ZEstimate, advantages: Tensor, max_tv: float
     """
     variation = torch.maximum(z.rollout_mass, z.target_mass) - z.value
     moves_away = advantages * log_ratio > 0  # whether the update would raise the variation, as in `dppo`
-    return _tis_but((variation > max_tv) & moves_away, log_ratio, cap)
+    return _tis_but(rejected=(variation > max_tv) & moves_away, log_ratio=log_ratio, cap=cap)
 
 
 def _tis_but(rejected: Tensor, log_ratio: Tensor, cap: float) -> Weighed:

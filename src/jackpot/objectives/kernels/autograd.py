@@ -156,6 +156,7 @@ def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...
         for head in heads
     ]
     are_read = (any(trains), *trains[1:])  # the second head's gradient reads the first head too
+    # Bytes of the logits, a number for each position and token, of the heads that backward reads.
     memory = sum(len(head.hidden) * len(head.weight) * sum_dtype(heads).itemsize for head in compress(heads, are_read))
     return tuple(is_read and memory <= options.logits_memory for is_read in are_read)
 
@@ -281,7 +282,7 @@ class _TiledHeads(torch.autograd.Function):
         Args:
             tensors: hidden, weight and bias of each head in turn; None for no bias.
         """
-        wanted = torch.cat((ids[:, None], gather_ids), dim=1)
+        wanted = torch.cat((ids[:, None], gather_ids), dim=1)  # [N, 1 + G], the ids whose log-probs are returned
         with torch.autocast(ids.device.type, enabled=False):  # the plan has chosen the operands' dtype
             # The first sweep forms all logits, and adds those of a head that keeps logits to the head's `kept_tiles`.
             kept_tiles: list[KeptTiles | None] = [{} if keeps else None for keeps in plan.keeps]
