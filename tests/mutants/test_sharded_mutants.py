@@ -95,7 +95,7 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
     ),
     "a base that is merged with a shard of its adapter": (
         SLOW["reference, lora and critic"],
-        lambda patch: patch.setattr(lora, "_delta", lambda layer: shards.local(layer.get_delta_weight("default"))),
+        lambda patch: patch.setattr(lora, "_delta", lambda layer, *_: shards.local(layer.get_delta_weight("default"))),
     ),
 }
 
