@@ -16,7 +16,7 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
     Args:
         signal_number: SIGKILL goes to the group of this process too, where the process leads a group; another signal
-            goes to the process alone, which may need its children to stop well.
+            goes to this process alone, which may still need its children while it stops, such as to save its state.
     """
     Thread(target=_watch, args=(os.getppid(), signal_number), name="parent", daemon=True).start()
 

@@ -76,7 +76,7 @@ class RunComponents:
         An engine with quantized weights may take them already quantized, as codes and scales; then these are sent.
 
         Returns:
-            The metric `mismatch/codes_differ`, which is 0, where codes were sent, else no metric.
+            Metrics for the log: `mismatch/codes_differ`, which is 0, where codes were sent, else none.
 
         Raises:
             WeightsError: the engine holds other weights than the learner sent.
@@ -106,8 +106,8 @@ class RunComponents:
 def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: Version) -> Sums:
     """Copy all weights of a model, of `version`, into an engine, and verify by a digest that all of them arrived.
 
-    Return the metric `mismatch/codes_differ`, which is 0, for an engine that takes codes, else no metric. Raise
-    WeightsError where the engine holds other weights than were sent.
+    Return metrics for the log: `mismatch/codes_differ`, which is 0, for an engine that takes codes (quantized weights),
+    else none. Raise WeightsError where the engine holds other weights than were sent.
     """
     dtype, codes = engine.capabilities.dtype, engine.capabilities.coded_weights
     digest = WeightsDigest(None if codes else dtype)

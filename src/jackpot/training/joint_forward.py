@@ -45,7 +45,9 @@ class ModelOutputs(NamedTuple):
 
 
 class JointForward:
-    """The forward pass of both models: backbones, joint head, and the estimate of Z, a token's expected acceptance.
+    """The forward pass of both models: backbones, joint head, and the estimate of Z at each sampled token.
+
+    Z is the probability that OBRS accepts a token that is drawn from the engine's distribution in that state.
 
     Args:
         models: both models; where they are one model, the policy generates its own rollouts.
@@ -191,7 +193,11 @@ class JointForward:
             return self._gathered(work) if self._gathered else work()
 
     def _normalizer(self, old: OldLogProbs | None) -> str:
-        """Return how to estimate Z: as the objective says, or by `topk` where the correction uses the Z in `old`."""
+        """Return the key of `NORMALIZERS` by which Z, the expected acceptance of a token, is estimated.
+
+        It is the objective's; but where the old log-probs alone determine what the correction reads (`holds_target`),
+        Z here is for metrics alone, and "topk" estimates it from both models' top-k lists.
+        """
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 
     def _outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool) -> ModelOutputs:

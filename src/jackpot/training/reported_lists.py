@@ -241,18 +241,19 @@ class SamplingEvidence:
         return torch.stack(logs)
 
     def _token_log_factors(self, lists: ReportedLists) -> Tensor:
-        """Return the log of the factor by which a batch multiplies each bet on a single token, [WATCHED * biases].
+        """Return the log of the factor by which a batch multiplies each bet that a token comes too often or too rarely.
 
-        The first batch chooses the tokens to bet on, those that it should have drawn most; its factors are 1.
+        [WATCHED * len(BIASES)]; the bets of one token stand together. The first batch only chooses the tokens to bet
+        on, those that are to be expected most often by its reported probabilities; all of its factors are 1.
         """
         probs = lists.top_log_probs.exp()
-        logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)
+        logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)  # a bet in each entry; log 1 to begin with
         if self._watched is None:
-            # How often each token should have been drawn: the sum of its reported probabilities.
+            # How often each id is drawn in the mean, if the report is true: the sum of its reported probabilities.
             expected = lists.top_ids.flatten().bincount(probs.flatten())
-            likely = expected.topk(min(WATCHED, len(expected))).indices
+            frequent = expected.topk(min(WATCHED, len(expected))).indices
             # Ascending, for `searchsorted`; -1, which is no id, fills up where there are fewer ids than WATCHED.
-            self._watched = torch.cat([likely, likely.new_full((WATCHED - len(likely),), -1)]).sort().values
+            self._watched = torch.cat([frequent, frequent.new_full((WATCHED - len(frequent),), -1)]).sort().values
             return logs.flatten()
 
         # For each listed id, [N, K]: its place among the watched tokens, and whether it is one of them.
@@ -260,6 +261,7 @@ class SamplingEvidence:
         is_watched = self._watched[place] == lists.top_ids
         # For each listed id that is watched: whether it was drawn (1 or 0), and its reported probability.
         drawn, chance = (lists.top_ids == lists.token_ids[:, None])[is_watched].double(), probs[is_watched]
+        # Add the log of the factor (`SamplingEvidence`) of each listed id that is watched to the bets on that id.
         for column, bias in enumerate(BIASES):
             log_factors = (bias * drawn).log1p() - (bias * chance + abs(bias) * ROUNDING).log1p()
             logs[:, column].index_add_(0, place[is_watched], log_factors)

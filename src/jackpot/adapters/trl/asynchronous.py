@@ -89,12 +89,12 @@ class ServerWeights:
         """Do nothing: the server is resumed when `send_weights` returns."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Send all weights of the policy to the server.
+        """Send all weights of the policy, which `iterator` yields by name, to the server.
 
         Raises:
             EngineError, WeightsError: the server does not hold these weights afterwards.
         """
-        self._sent += 1
+        self._sent += 1  # also serves as the number of the version that is sent
         send_weights(self._engine, iterator, Version(policy=self._sent, rollout_model=self._sent))
 
     def destroy(self) -> None:

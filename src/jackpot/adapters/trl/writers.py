@@ -125,23 +125,24 @@ class Writers:
         self._held_steps.clear()
 
     def __call__(self, prompts: list[Any], trainer: TwoModelTrainer) -> dict[str, Any]:
-        """Return a completion for each prompt.
+        """Return a completion for each prompt, in the form of `completions`.
 
         Raises:
             EngineError: an engine holds other weights than it was sent, returns fewer top log-probs than it is asked
                 for, reports log-probs that it does not sample from, or gave up a response.
         """
-        name, index = self._names.next(trainer)
+        # The name of this generation batch, and its index among the batches since the last optimizer step.
+        batch_name, batch_index = self._names.next(trainer)
         roles: list[Role] = ["policy"] * len(prompts)
         if trainer.model.training:
             micro_batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps
-            batches = math.ceil(micro_batches / trainer.args.steps_per_generation)  # batches used up by past steps
-            self.iteration = batches + index + 1
-            roles = self._assign(name, len(prompts), trainer)
+            past_batches = math.ceil(micro_batches / trainer.args.steps_per_generation)  # used up by past steps
+            self.iteration = past_batches + batch_index + 1
+            roles = self._assign(batch_name, len(prompts), trainer)
             self.by_policy = [role == "policy" for role in roles]
 
         num_top = self._config.sampling.num_top_log_probs
-        return completions(self._generate(requests(prompts, trainer, name, num_top), roles, trainer))
+        return completions(self._generate(requests(prompts, trainer, batch_name, num_top), roles, trainer))
 
     def _assign(self, name: str, size: int, trainer: TwoModelTrainer) -> list[Role]:
         """Return the model that generates each completion of this process.

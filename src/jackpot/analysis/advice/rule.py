@@ -227,7 +227,7 @@ class Generation(NamedTuple):
     label: str
     share: float  # share of the rollouts that the rollout model generates
     drafts: int  # drafts before each pass of the policy; 0: none
-    worth: Estimate  # worth of a rollout, in rollouts of the policy's own
+    worth: Estimate  # how many rollouts of the policy's own make as much progress as one rollout
     flops: Estimate  # cost in FLOPs
     flops_any_state: Estimate  # cost in FLOPs if every state counts as visited by the policy
     weights: Estimate  # cost in readings of the weights
@@ -245,7 +245,7 @@ def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
     # Costs of a token, averaged over both models: FLOPs, and readings of model weights.
     flops, weight_reads = (share * cost + 1.0 - share for cost in costs)
 
-    # A cost is that of one rollout, divided by what the rollout is worth in rollouts of the policy's own.
+    # A rollout's cost is divided by its worth: how many rollouts of the policy's own make as much progress as it does.
     return Generation(
         label="the policy alone" if share == 0.0 else f"share {share:g}",
         share=share,

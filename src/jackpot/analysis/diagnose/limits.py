@@ -303,18 +303,19 @@ def quantization_limit(metric: str) -> RunLimit:
 
 def _engines_of(metric: str, config: Config) -> dict[Writer, EngineConfig]:
     """Return the settings of the engines whose log-probs a gap metric compares with training's, by model."""
-    evaluated: dict[Writer, EngineConfig] = {
+    # The engine that holds each model where there are two; a policy alone generates its rollouts with `engine`.
+    by_model: dict[Writer, EngineConfig] = {
         "policy": config.evaluation.engine or config.engine,
         "rollout_model": config.engine,
     }
-    for model, engine in evaluated.items():
+    for model, engine in by_model.items():
         if metric == f"eval/{model}_engine_gap":
             return {model: engine}
 
+    # Any other metric is of training rollouts: the engines of all models that generate some of them.
     if config.rollout_model is None:
         return {"policy": config.engine}
-    # The metric is of training rollouts: the engines of all models that generate some of them.
-    return {model: evaluated[model] for model in config.writers(1, config.iterations)}
+    return {model: by_model[model] for model in config.writers(1, config.iterations)}
 
 
 def ratio_limit(distance: float) -> RunLimit:

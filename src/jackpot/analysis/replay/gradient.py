@@ -27,9 +27,12 @@ class StateValues(NamedTuple):
 
 
 def state_values(factors: GradientFactors, states: StateDistributions) -> StateValues:
-    """Compute the `StateValues` of a correction from its factors [N, M] on the M tokens of N states."""
-    rollout = states.rollout.exp()
-    can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and the ratio is infinite
+    """Compute what a correction does to the gradient in each state: the weights of its tokens, and their sums.
+
+    `factors` holds the moments E F and E F^2 of the correction's factor at the M tokens of the N states, [N, M] each.
+    """
+    rollout = states.rollout.exp()  # p_inf
+    can_be_sampled = rollout > 0.0  # False where top-p or top-k forbids the token, and p_new / p_inf is infinite
     trained = torch.where(can_be_sampled, rollout * factors.mean, 0.0)  # f
     of_state = trained.sum(-1)  # F_s
 

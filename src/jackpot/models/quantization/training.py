@@ -104,7 +104,8 @@ class CodedLinear(nn.Linear):
     Args:
         layer: layer whose parameters become this layer's; they are not copied.
         grid: grid by which the weight is quantized.
-        rows: memory of the last quantized input, which all layers of the model share.
+        backward: how gradients are computed (`CodedProduct`).
+        rows: memory of the last quantized input, shared by all layers of the model: one object for all of them.
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
@@ -190,7 +191,7 @@ def train_in_codes(
     assert scheme.activations is not None  # the settings allow no other scheme in training
     attend_as_engine(model, fp8_cache, exact)
 
-    # Probe the model with weights that take no memory: only addresses are compared.
+    # Zeros that take no memory stand for weights that are not float32: only addresses of keys and values are compared.
     if fp8_cache:
         with in_float32(model, lambda data: torch.zeros((), device=data.device).expand(data.shape)):
             is_cached = reads_what_it_caches(model)
@@ -200,9 +201,9 @@ def train_in_codes(
                 f"round what an engine's cache rounds; leave engine.kv_cache_dtype out"
             )
 
-    rows = LastRows(scheme.activations)
+    shared_rows = LastRows(scheme.activations)  # one for all layers, so that layers with one input quantize it once
     try:
-        replace_linears(model, lambda layer: CodedLinear(layer, scheme.weights, backward, rows))
+        replace_linears(model, lambda layer: CodedLinear(layer, scheme.weights, backward, shared_rows))
     except ValueError as error:
         raise ModelError(f"{error}; take precision fp32 or bf16") from error
 

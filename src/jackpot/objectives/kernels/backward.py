@@ -26,10 +26,13 @@ from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
 
 
 class OutputGradient(NamedTuple):
-    """The loss's gradient with respect to an output of a head, and that output: both enter the logits' gradient."""
+    """The loss's gradient with respect to a head's entropy or reverse KL (the output), and the output's own value.
+
+    The value is needed too, because it stands in the output's derivative with respect to the logits (see above).
+    """
 
     to: Tensor  # [N] d loss / d output, divided by the temperature
-    value: Tensor  # [N] the output
+    value: Tensor  # [N] the entropy or the reverse KL
 
 
 def coefficients_of(

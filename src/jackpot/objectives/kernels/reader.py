@@ -37,8 +37,9 @@ class TileSums(NamedTuple):
     sum_exp: Tensor  # s, the sum of e^(l - m)
     moment: Tensor | None  # t, the sum of e^(l - m) (l - m), for the entropy; None where it is not needed
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
-    gap: Tensor | None  # g of this head's distribution against the other's; None for one head
-    max_at_masked: Tensor | None  # largest logit where the other head's is -inf; None if no logit can be -inf
+    gap: Tensor | None  # g, this head's as p and the other's as q, for the KL; None for one head, or if not needed
+    # Largest logit of the tokens whose logit is -inf under the other head; None where `gap` is, or if none can be -inf.
+    max_at_masked: Tensor | None
 
 
 class GradCoefficients(NamedTuple):
@@ -61,7 +62,7 @@ class GradCoefficients(NamedTuple):
 
 
 class TileGradient(NamedTuple):
-    """The coefficients of the gradient of one head's products W h in a tile, and memory for that gradient."""
+    """The loss's gradient with respect to one head's products W h in a tile: its coefficients, and memory for it."""
 
     coefficients: GradCoefficients  # [C] each
     out: Tensor  # [C, T] in the dtype of the head's operands, perhaps the memory of the logits
@@ -102,7 +103,7 @@ class TileReader(Protocol):
         gradients: Sequence[TileGradient | None],
         columns: Tensor,
     ) -> None:
-        """Write the gradient of each head's products W h in a tile to `TileGradient.out`.
+        """Write the loss's gradient with respect to each head's products W h in a tile to `TileGradient.out`.
 
         Args:
             logsumexps: [C] each, over the whole vocabulary.
@@ -182,7 +183,9 @@ def tile_gradients(
     coefficients: Sequence[GradCoefficients | None],
     out: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return the gradient of each head's logits [C, T] by the formula of `GradCoefficients`, without its term `on_id`.
+    """Return the loss's gradient with respect to each head's logits [C, T], without the term `on_id`.
+
+    The formula is that of `GradCoefficients`. A head without coefficients (None) has no gradient (None).
 
     Args:
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
@@ -278,7 +281,7 @@ class TorchReader:
             ]
 
             # Coefficients and memory of these rows, of each head; None stays None. Where the memory has the dtype of
-            # the sums, the gradient of the logits is computed in it, else copied to it afterwards.
+            # the sums, the gradient with respect to the logits is computed in it, else copied to it afterwards.
             chunks = [
                 head_gradient
                 and TileGradient(coefficients=head_gradient.coefficients.at(rows), out=head_gradient.out[rows])

@@ -110,8 +110,9 @@ class HeadOperands:
         self._soft_cap, self._temperature = soft_cap, temperature
         self._is_mixed = has_mixed_product(hidden.device)  # whether half-precision operands give float32 products
         self._kept_tiles = kept_tiles
-        self._columns = slice(0, 0)  # the selected tokens
-        self._loaded: Tensor | None = None  # the rows of the weight at these tokens, once they are cast
+        self._columns = slice(0, 0)  # the slice of the vocabulary that `select` has chosen; none at first
+        # The weight's rows [T, H] at these tokens, in `operand_dtype`; None until a product first needs them.
+        self._selected_rows: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -120,17 +121,17 @@ class HeadOperands:
 
     def select(self, columns: slice) -> None:
         """Select the tokens, a slice of the vocabulary, whose logits `tile` returns from now on."""
-        self._columns, self._loaded = columns, None
+        self._columns, self._selected_rows = columns, None
 
     @property
     def _rows_of_weight(self) -> Tensor:
         """Return the weight's rows at the selected tokens, [T, H], cast to `operand_dtype` once for all positions."""
-        if self._loaded is None:
+        if self._selected_rows is None:
             rows = self.weight[self._columns]
             if rows.dtype != self._operand_dtype:
                 rows = self.buffer("weight", tuple(rows.shape), self._operand_dtype).copy_(rows)
-            self._loaded = rows
-        return self._loaded
+            self._selected_rows = rows
+        return self._selected_rows
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Return the workspace tensor that this head has under `name`, by default in the logits' dtype."""
@@ -177,7 +178,7 @@ class HeadOperands:
         return self.buffer("logits", shape, dtype)
 
     def gradient_tile(self, tile: Tile) -> Tensor:
-        """Return memory for the gradient of a tile's logits, [C, T] in the dtype of the operands.
+        """Return memory for the gradient with respect to a tile's products W h, [C, T] in the dtype of the operands.
 
         It is the logits' own memory where that has this dtype and backward does not read the logits again.
         """
@@ -188,7 +189,7 @@ class HeadOperands:
     def accumulate_grad(self, rows: slice, grad: Tensor, grads: "HeadGrads") -> None:
         """Add a tile's share to the head's gradients: d bias += sum grad, d hidden += grad W, d weight += grad^T h.
 
-        `grad` [C, T] is the gradient of W h + b, before soft cap and temperature, in the dtype of the operands.
+        `grad` [C, T] is the loss's gradient with respect to W h + b, in the dtype of the operands.
         """
         if grads.bias is not None:
             grads.bias[self._columns] += grad.sum(0, dtype=self.dtype)

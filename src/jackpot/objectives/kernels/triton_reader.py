@@ -190,7 +190,10 @@ def _gradient(
     log_probs: tl.tensor, other_log_probs: tl.tensor, coefficients: tl.tensor, C: int, row: tl.tensor, is_id: tl.tensor,
     logits: tl.tensor, soft_cap: float, temperature: float, CAP: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the gradient of a position's products W h: that of `GradCoefficients`, times the soft cap's derivative."""
+    """Return the loss's gradient with respect to a position's products W h.
+
+    It is the formula of `GradCoefficients`, times the derivative of the soft cap.
+    """
     # The fields of `GradCoefficients` lie in their order, C numbers apart. Below, _LOWEST in place of -inf makes the
     # product with a probability of 0 be 0.
     on_id = tl.load(coefficients + row)
@@ -215,7 +218,7 @@ def _differentiate(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr,
     TRAINS_P: tl.constexpr, TRAINS_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of both heads' products W h at one position and WIDTH tokens to `out_p` and `out_q`.
+    """Write the gradients with respect to the products W h of a position at WIDTH tokens to `out_p` and `out_q`, by head.
 
     The tiles have C positions and T tokens. PAIR: there is a second head q; TRAINS_P, TRAINS_Q: a head has a gradient.
     `coefficients` [2, 5, C] are each head's fields of `GradCoefficients`. All loads come before the stores, since a
@@ -251,7 +254,7 @@ class TritonReader(TileReader):
     name = "triton"
 
     def read(self, tiles: Sequence[Tile], tops: bool, moments: bool) -> list[TileSums]:
-        """Return the sums that `TileReader.read` describes; torch computes those of float64 logits."""
+        """Return the sums of each head, which `TileSums` describes; torch computes those of float64 logits."""
         if tiles[0].logits.dtype == torch.float64:
             return EAGER.read(tiles, tops, moments)
 
@@ -267,7 +270,7 @@ class TritonReader(TileReader):
 
         results: list[TileSums] = []
         for i, head_sums in enumerate(sums[: len(tiles)]):
-            row_max, sum_exp, moment, gap, masked = head_sums
+            row_max, sum_exp, moment, gap, max_at_masked = head_sums  # as `_store_sums` has written them
             other_may_mask = is_pair and tiles[1 - i].may_mask  # whether the other head may have logits of -inf
             results.append(
                 TileSums(
@@ -276,7 +279,7 @@ class TritonReader(TileReader):
                     moment=moment if moments else None,
                     block_max=maxima[i] if tops else None,
                     gap=gap if is_pair and moments else None,
-                    max_at_masked=masked if other_may_mask and moments else None,
+                    max_at_masked=max_at_masked if other_may_mask and moments else None,
                 )
             )
         return results

@@ -118,7 +118,7 @@ def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None])
     """Generate the responses of a message from `PooledEngine`, and return them as `_parse_generated` reads them.
 
     Args:
-        sign: called every `SIGN_SECONDS` until all responses are finished.
+        sign: called about every `SIGN_SECONDS` until all responses are finished, to show that this process is alive.
     """
     samplings = [Sampling(**fields) for fields in message["samplings"]]
     requests = [

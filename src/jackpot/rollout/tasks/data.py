@@ -47,7 +47,7 @@ class DataSource:
         """Yield every row, or the first `settings.limit` ones.
 
         Raises:
-            DataError: a column is missing (lists the columns there are), a row has no problem, or a value is no text.
+            DataError: a column is missing (the message lists all others), a row has no problem, or a value is no text.
         """
         records = islice(self.records(), self.settings.limit)
         first = list(islice(records, COLUMN_SAMPLE))
@@ -65,7 +65,9 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
     have the columns of `_OWN_DATA` unless the settings name others.
 
     Raises:
-        DataError: the source is neither a benchmark (lists all), nor data of the hub, nor a path that exists.
+        DataError: the source is neither a benchmark (the message lists all benchmarks), nor data of the hub, nor the
+            path of files with rows; a benchmark or a folder lacks the split; settings of files name a subset; or
+            JACKPOT_DATA names no folder.
     """
     name = settings.source
     if name in BENCHMARKS:
@@ -73,7 +75,7 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
     if name.startswith(HUB):
         return _on_hub(source_name(name), _OWN_DATA, settings, settings.split or split, "give a local file as source")
 
-    if not is_address(name):
+    if not is_address(name):  # then it was meant as the name of a benchmark, and there is none of that name
         raise DataError(
             f"{unknown_name('benchmark', name, BENCHMARKS)}; or give {HUB}OWNER/NAME, or the path of a "
             f"{', '.join(SUFFIXES)} file or of a folder of them"
@@ -86,7 +88,7 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
 
 
 def is_address(source: str) -> bool:
-    """Return whether a source is a path or data of the hub, and not the name of a benchmark."""
+    """Return whether a source is data of the hub or looks like a path: by its ending, by a slash, or as it exists."""
     path = Path(source).expanduser()
     return source.startswith(HUB) or kind_of(path) is not None or "/" in source or path.exists()
 
@@ -177,7 +179,7 @@ class Problems:
         limit: rows whose prompt has more tokens than this are left out; None: no limit.
 
     Raises:
-        DataError: as `DataSource.rows`; no problem is left; two rows have equal ids (names both rows); or half of the
+        DataError: as `DataSource.rows`; no problem is left; two rows have equal ids; or half of the
             prompts have a part for which the tokenizer has no tokens.
     """
 

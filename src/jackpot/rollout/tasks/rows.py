@@ -50,11 +50,11 @@ class _OpenFile:
     def __init__(self, path: Path, content: Any) -> None:
         """Begin to read the rows of a file; `content` is the file at `path`, open in binary mode and decompressed."""
         self.path, self.content = path, content
-        self.count = 0  # lines or rows read so far
+        self.count = 0  # number of lines or rows before the one that is being read
         self.expansion = Expansion(path)
 
     def lines(self) -> Iterator[str]:
-        """Yield every line as text, and count it."""
+        """Yield every line as text; count it when the next one is asked for."""
         while line := self._bounded(self.content.readline, LONGEST_LINE):
             yield str(line, "utf-8-sig")
             self.count += 1
@@ -105,7 +105,7 @@ def _parquet(file: _OpenFile) -> Iterator[Any]:
 class _Kind(NamedTuple):
     """A kind of file with rows, such as CSV."""
 
-    rows: Callable[[_OpenFile], Iterator[Any]]  # yields the rows of such a file, and counts in it what has been read
+    rows: Callable[[_OpenFile], Iterator[Any]]  # yields the rows of such a file, and counts up the file's `count`
     unit: str  # word for a row in messages, such as `line 17` or `row 17`: line or row
     form: str  # description of what such a file holds, for messages
 

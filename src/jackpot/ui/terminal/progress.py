@@ -116,7 +116,11 @@ class Counts:
             print_line(self._console, text)
 
     def _frame(self) -> Group:
-        """Return what the bottom of the terminal shows: bars, then the newest facts, then the stage."""
+        """Return what the bottom of the terminal shows: the bars, then up to two lines.
+
+        The first has the newest value of every fact, such as `loss 0.31`, the second what the command does now.
+        """
+        # The two lines below the bars; an empty one is left out.
         below = ("  ".join(f"{name} {value}" for name, value in self._facts.items()), self._stage)
         return Group(self._bars, *(plain(text, style="dim") for text in below if text))
 

@@ -65,9 +65,9 @@ class TransformersEngine(QueuedEngine):
         Args:
             model: model in the dtype of the settings. The engine owns the model from now on: it sets eval mode and the
                 attention implementation, quantizes linear layers and overwrites weights.
-            settings: up to `max_num_seqs` responses are decoded at once. The KV cache has, for each of them, at most
-                1.5 times the room that the longest prompt and response so far need, or 64 tokens more than they need.
-                Quantization and the FP8 cache hold for `score` too.
+            settings: up to `max_num_seqs` responses are decoded at once. With L tokens in the longest prompt and
+                response so far, the KV cache has room for at most 1.5 L or L + 64 tokens of each of them, whichever
+                is more (and up to 15 more with fixed shapes). Quantization and the FP8 cache hold for `score` too.
             eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
                 finds them.
             version: version of the model's weights.
@@ -116,7 +116,10 @@ class TransformersEngine(QueuedEngine):
         self._batch: DecodingBatch | None = None
 
     def _make_capture(self, model: PreTrainedModel) -> GraphCapture | None:
-        """Return the object that captures decoding steps; if they cannot be captured, add an event and return None."""
+        """Return the object that captures decoding steps as CUDA graphs, or None where fixed shapes are impossible.
+
+        In either case the engine's events get a `decoding` event: how tokens are decoded and, with None, why so.
+        """
         if self._draft is None and decodes_statically(model):
             return GraphCapture(model.device.type, self._events)
 

@@ -260,7 +260,7 @@ class StaticBatch(DecodingBatch):
         self._slots = torch.arange(len(order))
 
         size = 2 + 2 * self._settings.num_top_log_probs
-        # Packed draws of the newest steps
+        # For each of the newest steps, the draw of every row (token, log-prob and top-k list), packed by `pack_draw`.
         self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)
 
     def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
