@@ -80,7 +80,7 @@ class JointForward:
         self._gathered = gathered
 
         policy, rollout_model = models["policy"], models["rollout_model"]
-        self.is_separate = rollout_model is not policy
+        self.is_separate = rollout_model is not policy  # whether each role has a model of its own
         self.runs_both = self.is_separate  # whether both models read the rollout batch that is trained on now
         self.device = gathered.device if gathered else policy.device
         self._head = LinearHead(
@@ -195,8 +195,8 @@ class JointForward:
     def _normalizer(self, old: OldLogProbs | None) -> str:
         """Return the key of `NORMALIZERS` by which Z, the expected acceptance of a token, is estimated.
 
-        It is the objective's; but where the old log-probs alone determine what the correction reads (`holds_target`),
-        Z here is for metrics alone, and "topk" estimates it from both models' top-k lists.
+        It is the objective's, such as "exact". But where the correction reads the Z of `old` (`holds_target`), the Z
+        that is estimated here is not used, so it is "topk", the cheaper way, from both models' top-k lists.
         """
         return "topk" if holds_target(old, self._objective) else self._objective.normalizer
 

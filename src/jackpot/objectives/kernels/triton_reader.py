@@ -218,7 +218,7 @@ def _differentiate(
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PAIR: tl.constexpr,
     TRAINS_P: tl.constexpr, TRAINS_Q: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients with respect to the products W h of a position at WIDTH tokens to `out_p` and `out_q`, by head.
+    """Write the gradients with respect to the products W h of one position at WIDTH tokens to each head's `out`.
 
     The tiles have C positions and T tokens. PAIR: there is a second head q; TRAINS_P, TRAINS_Q: a head has a gradient.
     `coefficients` [2, 5, C] are each head's fields of `GradCoefficients`. All loads come before the stores, since a

@@ -241,6 +241,7 @@ class HostPeer(Peer):
         return request.parse(answer)
 
     async def close(self) -> None:
+        """End the host."""
         await self._link.close()
 
     async def _meet(self) -> None:
@@ -311,7 +312,7 @@ class EnginePool:
 
         Args:
             links: connections to the hosts, by the name of the host.
-            weights: the first weights of each engine and their dtype, by the engine's name, as `engine`.
+            weights: the first weights of each engine and their dtype, by the setting of the engine, such as `engine`.
             chunk: number of requests that a host is given at once.
             patience: seconds after which the run stops if no host can be reached.
 
@@ -449,9 +450,11 @@ class PooledEngine(BackgroundEngine):
         return super().take_events() + self._pool.pool.take_events()
 
     def _release(self) -> None:
+        """Have the engine sleep in all hosts, which frees its weights there and in this process."""
         self._pool.sleep(self._name)
 
     def _begin(self, requests: Sequence[Request]) -> None:
+        """Give the requests to the pool in chunks; errors name a chunk by the uid of its first request."""
         chunks = _chunks(requests, self._pool.chunk)
         self._pool.pool.begin(
             [(chunk[0].uid, self._chunk_request(chunk), lambda result: self._complete(*result)) for chunk in chunks]
@@ -509,6 +512,7 @@ class PooledEngine(BackgroundEngine):
         return digest
 
     def _end(self) -> None:
+        """Close the pool if no other engine of it is open."""
         self._pool.release()
 
 

@@ -131,6 +131,7 @@ class TransformersEngine(QueuedEngine):
         return None
 
     def _begin(self, requests: Sequence[Request]) -> None:
+        """Append requests to the queue; `collect` decodes them."""
         self._queue.extend(requests)
 
     def collect(self, n: int, timeout: float | None = None, uids: Container[str] | None = None) -> list[Rollout]:
@@ -182,6 +183,7 @@ class TransformersEngine(QueuedEngine):
             torch.cuda.empty_cache()
 
     def _end(self) -> None:
+        """Let go of the models, and forget the requests that are queued or being decoded."""
         del self._weights, self._draft
         self._batch = None
         self._queue.clear()
