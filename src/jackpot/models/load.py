@@ -210,7 +210,9 @@ def _is_inside(name: Any) -> bool:
 
 
 def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict] | None:
-    """Load a model as `_read` does, with weights left in their files; None on an error, or if names or dtypes forbid.
+    """Load a model as `_read` does, with weights left in their files; None if that fails.
+
+    It fails if names or dtypes of the weights forbid it, or where a library cannot load the model so.
 
     transformers gets a single number, expanded to the shape of each weight, in place of the weights, and makes the rest
     of the model as from a folder. Then each weight becomes a view of its file.

@@ -295,7 +295,7 @@ class JointLearner(Learner):
         norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None  # for `KappaRepair`
 
         scores = self._forward.scores(batch, outputs, micro.old)
-        old = micro.old or OldLogProbs.of(scores)  # in a first update the current log-probs are the old ones
+        old = micro.old or OldLogProbs.of(scores)  # without old ones (a first update, only distilling)
         # `measured` is this micro-batch's part of the totals.
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         # If no totals are known, this is the only micro-batch of the rank: sums over the ranks are the step's totals.

@@ -259,7 +259,7 @@ class LedLearner(Learner):
         self._on_all("release_memory")
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
-        """Let every rank write its part of the models, then write the indices of the parts; return all checksums."""
+        """Let every rank write its part of the models, then their indices; return the parts' checksums."""
         arguments = {"folder": str(folder.resolve()), "roles": list(roles)}
         replies = self._all("save", [arguments] * self._ranks.size)
         if failures := [f"rank {rank}: {reply['failed']}" for rank, reply in enumerate(replies) if "failed" in reply]:

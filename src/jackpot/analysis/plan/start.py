@@ -77,7 +77,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
         fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
         counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 
-    # `degree` returns, for a single GPU, 1 if an engine fits on it and 0 if not.
+    # `degree` returns, for a single GPU, 1 if a vLLM engine fits on it and 0 if not; for any other engine 1.
     engines = engine_needs(config, needs.prompts.longest).values()
     return [
         GpusConfig.model_validate({"kind": kind, "count": count})

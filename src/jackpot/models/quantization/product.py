@@ -25,7 +25,6 @@ def product(a: Quantized, b: Quantized) -> Tensor:
     """Multiply two quantized matrices, A B^T: [M, N] float32, by the function that `product_name` names."""
     if isinstance(a.codes, FakeTensor):  # `jackpot plan` counts memory: it needs shapes only
         return a.scales.new_empty(len(a.codes), len(b.codes))
-    # Different codes go to `gemm_exact`, which refuses them.
     is_exact = a.grid.codes != b.grid.codes or product_name(a.codes.device, a.grid.codes) == "exact"
     return gemm_exact(a, b) if is_exact else gemm_scaled_mm(a, b)  # `gemm_exact` refuses different codes
 

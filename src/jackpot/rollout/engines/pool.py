@@ -302,7 +302,7 @@ class Pool(Generic[AnyPeer]):
     async def _serve(self, peer: AnyPeer) -> None:
         """Bring a peer to the newest weights and give it requests, again and again until the pool is closed.
 
-        A lost peer is tried again after a while; any other error fails the pool.
+        A lost peer is tried again, after a while unless it was only restarted; any other error fails the pool.
         """
         try:
             while True:

@@ -256,7 +256,7 @@ class Checkpointer:
     """
 
     def __init__(self, components: RunComponents, folder: RunFolder, state: Mapping[str, Any] | None) -> None:
-        """Set links and counts of failures as `state` says, if it is given, and remove half-written checkpoints."""
+        """Set links and counts of failures as `state` says and remove half-written checkpoints, if `state` is given."""
         self._components, self._folder = components, folder
         self._checkpoints = Checkpoints(folder.checkpoints, components.config.checkpoint.keep)
         self._saved = -1  # newest iteration with a checkpoint

@@ -18,7 +18,7 @@ def parse_yaml(text: bytes) -> Any:
     """Parse YAML into plain Python values.
 
     Raises:
-        ValueError: the bytes are no text, or are nested too deeply.
+        ValueError: the bytes are no text, are nested too deeply, or hold an impossible date.
         yaml.YAMLError: the text is no YAML, or has an alias.
     """
     try:

@@ -159,7 +159,7 @@ def _plan(
         return needs
 
     on_gpu = device.pick_device(config.device).type == "cuda"
-    # Engines start on this machine alone, beside its ranks.
+    # torchrun starts engines on this machine alone, beside its ranks; Ray places them on all nodes (`beside` is None).
     config = processes.place_engines(config, ranks, on_gpu, local_ranks=process_rank().beside)
     memory = planned_memory.plan_memory(config, models, prompts.longest) if ranks == 1 else None
     plans.show_plan(console, config, models, memory, prompts, folder)
