@@ -109,8 +109,7 @@ def topk_z(
     filled = is_new & fill_valid.unsqueeze(-1)
     unknown = is_new & ~fill_valid.unsqueeze(-1)
 
-    # The kept mass, the sum of min(p_inf, p_target / lam), of all tokens whose probabilities are both known: the lower
-    # bound.
+    # The lower bound: the kept mass, the sum of min(p_inf, p_target / lam), of tokens with both probabilities known.
     known = log_kept_mass(rollout_top_log_probs, target_at_rollout_top, lam).exp().sum(-1)
     known = known + _masked_mass(log_kept_mass(fill_ins, target_top_log_probs, lam), filled)
 
@@ -128,13 +127,10 @@ def topk_z(
     missing = torch.minimum(rest, unknown_mass + torch.minimum(rest, target_rest / scale))
     ceiling = (1.0 / scale).clamp(max=1.0)
     upper = torch.minimum(known + missing, torch.maximum(ceiling, known))
+
+    union = fill_valid.to(known.dtype)  # 1 where the known tokens are the top k of both models
     return ZEstimate(
-        value=known,
-        lower=known,
-        upper=upper,
-        rollout_mass=rollout_mass,
-        target_mass=target_mass,
-        union=fill_valid.to(known.dtype),  # 1 where the known tokens are the top k of both models
+        value=known, lower=known, upper=upper, rollout_mass=rollout_mass, target_mass=target_mass, union=union
     )
 
 

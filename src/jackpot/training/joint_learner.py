@@ -101,12 +101,9 @@ class JointLearner(Learner):
         *,
         critic: Critic | None = None,
         reference: Reference | None = None,
-        gathered: Gathered | None = None,
+        gathered: Gathered | None = None,  # holds the models where they are sharded over ranks
     ) -> None:
-        """Freeze the models without an optimizer, and make the parts that run, step and correct.
-
-        `gathered` holds the models where they are sharded over ranks. What the run has not is None.
-        """
+        """Freeze the models without an optimizer, and make the parts that run, step and correct."""
         policy, rollout_model = models["policy"], models.get("rollout_model")
         self.models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._objective = objective
@@ -248,8 +245,7 @@ class JointLearner(Learner):
         metrics = [backward.metrics for backward in backward_passes]
         passes = [backward.policy for backward in backward_passes]
 
-        # If the totals were those of an earlier step, adapt the policy's gradient to the totals of this step.
-        if known.are_provisional:
+        if known.are_provisional:  # totals of an earlier step: the policy's gradient is adapted to those of this step
             passes, repair_metrics = self._repair.apply(passes, totals)
             metrics.append(repair_metrics)
 
@@ -262,13 +258,11 @@ class JointLearner(Learner):
         ]
 
         sums = all_reduce_sums(add_sums(*metrics, *(report.metrics for report in reports))) | totals
+        sampled_tokens = Mean.named(totals, "obrs/acceptance").count
         step_metrics, events = self._optimizer.step(
-            sums,
-            sampled_tokens=Mean.named(totals, "obrs/acceptance").count,
-            steps_rollout_model=steps_rollout_model,
+            sums, sampled_tokens=sampled_tokens, steps_rollout_model=steps_rollout_model
         )
-        # Unless the policy was skipped, keep the totals for the next step.
-        if all(event["model"] != "policy" for event in events):
+        if all(event["model"] != "policy" for event in events):  # the policy was not skipped
             self._totals.keep(totals)
 
         step_metrics["seconds/prepass"] = Sum.number(known.seconds)

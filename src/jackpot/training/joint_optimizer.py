@@ -79,8 +79,7 @@ class JointOptimizer:
     ) -> tuple[Sums, tuple[dict[str, Any], ...]]:
         """Step the models on the gradients in their parameters, and clear the gradients.
 
-        Whether a model steps follows from the advantages in `sums`, the number of tokens and the norms of all
-        gradients, which the CPU reads in one transfer.
+        The CPU reads what decides in one transfer: the advantages in `sums`, the number of tokens and the norms.
 
         Args:
             sums: metrics of the optimizer step over all micro-batches and ranks, on the device. The count of
@@ -113,7 +112,6 @@ class JointOptimizer:
         reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
         reading["tokens"] = Sum.number(sampled_tokens)
 
-        # Copy all numbers that the decisions below need to the CPU, in this one transfer.
         metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
@@ -123,7 +121,6 @@ class JointOptimizer:
         for role in counts:
             optimizer, scale = self._optimizers[role], 1.0  # factor of the learning rate
             why = self._reason_to_skip(role, metrics, tokens, denominators[role])
-
             if role == "policy" and self._effective_share and not why:
                 share = float(self._effective_share(metrics))  # NaN where no sample has a weight
                 scale = math.sqrt(share) if share > 0.0 else 0.0

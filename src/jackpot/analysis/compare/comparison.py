@@ -115,8 +115,7 @@ def compare(
             rewards of others, or answers that were sampled in different ways.
     """
     baseline = baseline or runs[0].arm
-    # The runs of each arm, in the order of their seeds.
-    arms: dict[str, list[RunSummary]] = {run.arm: [] for run in runs}
+    arms: dict[str, list[RunSummary]] = {run.arm: [] for run in runs}  # of each arm the runs, in order of their seeds
     for run in sorted(runs, key=lambda run: run.seed):
         arms[run.arm].append(run)
 
@@ -136,14 +135,7 @@ def compare(
     # The last evaluation within the budget, by arm and seed.
     points = {arm: _points_at(arm_runs, unit, budget) for arm, arm_runs in arms.items()}
     rows = tuple(
-        _row(
-            arm_runs,
-            points=points[arm],
-            base={} if arm == baseline else points[baseline],
-            unit=unit,
-            budget=budget,
-            accuracy=accuracy,
-        )
+        _row(arm_runs, points[arm], {} if arm == baseline else points[baseline], unit, budget, accuracy)
         for arm, arm_runs in arms.items()
     )
     best = max(rows, key=lambda row: row.after.mean).arm

@@ -41,8 +41,7 @@ def mismatch_config(
         ConfigError: settings that do not exist or do not fit, or two sides that are the same.
         CheckpointError: a folder that is neither a model nor a run, or a run without a checkpoint.
     """
-    # Default settings of the sampler, of one or two learners, and of everything else. First those for a bare model, in
-    # which the learner equals the sampler; for a run they are replaced.
+    # Default settings of the sampler, the learners and everything else: for a bare model, whose learner is the sampler.
     sampler: dict[str, Any] = {"path": model, "engine": {"name": "transformers"}}
     learner_defaults, settings = [sampler], {}
     if run := config_of_run(model):
@@ -60,8 +59,7 @@ def mismatch_config(
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
 
-    # The user's changes over the defaults. The user's learners change the first default learner; if the user names
-    # none, every default learner is compared.
+    # The user's changes over the defaults. Without learners of the user, every default learner is compared.
     settings = lay(settings, changes)
     settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])  # (): no changes
     settings["learners"] = tuple(

@@ -282,8 +282,7 @@ def make_reader(
 ) -> Callable[[int, Record], DataRow]:
     """Find out which columns the first rows have, and return a function that reads a record into a `DataRow`.
 
-    The function takes the index of the row and the record. It raises DataError for a row that has no problem, or for a
-    value that is no text. Columns may have the forms that published data has:
+    It raises DataError where a row has no problem, or a value that is no text. Columns may have these forms:
 
     | part of a row | forms that it may have |
     |---|---|
@@ -296,11 +295,9 @@ def make_reader(
     Raises:
         DataError: a column is missing (lists the columns there are).
     """
-    # First choose the columns and the form of answers; `read_row`, which is returned, reads every record by them.
     columns, choose_column = settings.columns, partial(_column, first)
-    # The problem is one column, or several whose names stand in braces.
+    # The problem is one column, or several whose names stand in braces, which `_problem` joins.
     problem_columns = [columns.problem] if columns.problem else benchmark.problem
-    # The columns in braces, which `_problem` joins; empty for a single column.
     joined_columns = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
     problem_column = problem_columns[0] if joined_columns else choose_column("problem", problem_columns)
     answer_column = choose_column("answer", [columns.answer] if columns.answer else list(benchmark.answer))
@@ -312,12 +309,10 @@ def make_reader(
 
     # The form of the answers is that of the settings, or else that which the benchmark gives for the answer's column.
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
-    # Finds the answer in the text of that column, which may be a whole solution; returns None where there is none.
-    # The form `regex` is the only one that `ANSWERS` lacks, and always has a regex.
+    # Finds the answer in a text of that column, or returns None. `ANSWERS` lacks the form `regex` alone.
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
-    def read_row(index: int, record: Record) -> DataRow:
-        """Read a record, by the columns that were chosen for all records, into a problem with its right answers."""
+    def read_row(index: int, record: Record) -> DataRow:  # of any record, by the columns that are chosen now
         values, uid = record.values, str(index)
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))

@@ -68,8 +68,7 @@ class TransformersEngine(QueuedEngine):
             settings: up to `max_num_seqs` responses are decoded at once. With L tokens in the longest prompt and
                 response so far, the KV cache has room for at most 1.5 L or L + 64 tokens of each of them, whichever
                 is more (and up to 15 more with fixed shapes). Quantization and the FP8 cache hold for `score` too.
-            eos_token_ids: tokens that end every response, besides `Sampling.stop_token_ids`; `eos_token_ids(model)`
-                finds them.
+            eos_token_ids: tokens that end every response, as `eos_token_ids(model)` finds them.
             version: version of the model's weights.
             drafter: the engine whose model proposes tokens as `settings.draft` says; None: nothing drafts.
 
@@ -78,16 +77,14 @@ class TransformersEngine(QueuedEngine):
                 the settings say, or a drafter whose model or attention does not allow drafts.
             ModelError: an output layer that is not supported.
         """
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if not context:
+        if not (context := getattr(model.config.get_text_config(), "max_position_embeddings", None)):
             raise EngineError(f"the config of {type(model).__name__} has no max_position_embeddings; set it")
 
         super().__init__(version)
         set_engine_attention(model.eval(), settings)
         self._settings = settings
 
-        weights = ModelWeights(model, settings)
-        self._weights = weights
+        self._weights = weights = ModelWeights(model, settings)
         self._draft = drafter and _draft_model(model, drafter)  # model that proposes tokens; None: nothing drafts
 
         # Relaxed drafts change the distribution of the tokens, as quantization does. Training can compute an engine's
