@@ -2,8 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 TELLS = re.compile(
     r"\b(add|choose|continue|give|hide|install|leave|lower|make|move|pip|raise|(?<!not )set|start (it|the|ranks)|take"
@@ -14,6 +15,23 @@ TELLS = re.compile(
 
 def texts_of(files: Iterable[Path]) -> set[str]:
     return {text for file in files for text in messages(ast.parse(file.read_text()))}
+
+
+def remedies_of(message: str, remedies: Mapping[str, Any]) -> list[tuple[re.Match[str], Any]]:
+    """Return each match of the patterns of remedies, with what stands for it; None stands for what is not done.
+
+    A pattern that is not in the message is an error, and so is what the message tells to do beside its remedies.
+    """
+    rest, done = message, []
+    for pattern, change in remedies.items():
+        matches = list(re.finditer(pattern, message))
+        assert matches, (pattern, message)
+        done += [(remedy, change) for remedy in matches if change is not None]
+        for remedy in matches:
+            rest = rest.replace(remedy[0], "", 1)
+
+    assert not TELLS.search(rest), f"{message}\nNothing does what this tells to do: {rest}"
+    return done
 
 
 def is_provoked(text: str, said: Iterable[str]) -> bool:

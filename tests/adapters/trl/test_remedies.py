@@ -19,7 +19,7 @@ import torch
 from helpers import trl_async
 from helpers.engines.reference import save_longer
 from helpers.engines.threaded import ThreadedEngine
-from helpers.refusals import TELLS, is_provoked, texts_of
+from helpers.refusals import is_provoked, remedies_of, texts_of
 from helpers.trl_runs import POLICY, ROLLOUT_MODEL, arguments
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.errors import CheckpointError, ConfigError, JackpotError, ModelError
@@ -288,19 +288,6 @@ def message_of(adapter: ModuleType, number: int) -> str:
     with TemporaryDirectory() as folder, pytest.raises(JackpotError) as error:
         start(adapter, Path(folder), base | refused.given, refused)
     return str(error.value)
-
-
-def remedies_of(message: str, remedies: Mapping[str, Any]) -> list[tuple[re.Match[str], Any]]:
-    """Read the remedies out of a message, which may tell to do nothing else."""
-    rest, read = message, []
-    for pattern, given in remedies.items():
-        found = list(re.finditer(pattern, message))
-        assert found, (pattern, message)
-        read += [(remedy, given) for remedy in found if given is not None]
-        for remedy in found:
-            rest = rest.replace(remedy[0], "", 1)
-    assert not TELLS.search(rest), f"{message}\nNothing does what this tells to do: {rest}"
-    return read
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))

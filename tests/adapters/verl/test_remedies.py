@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from helpers.refusals import TELLS, is_provoked, texts_of
+from helpers.refusals import is_provoked, remedies_of, texts_of
 from jackpot.core.errors import ConfigError, JackpotError
 
 pytestmark = pytest.mark.adapters
@@ -197,23 +197,17 @@ def message_of(plugin: ModuleType, number: int) -> str:
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_every_remedy_works(plugin: ModuleType, number: int) -> None:
     refused, message = REFUSED[number], message_of(plugin, number)
-    rest = message
-    for pattern, changes in refused.remedies.items():
-        remedies = list(re.finditer(pattern, message))
-        assert remedies, (pattern, message)
-        for remedy in remedies:
-            rest = rest.replace(remedy[0], "", 1)
-            expanded = {
-                remedy.expand(name): remedy.expand(value) if isinstance(value, str) else value
-                for name, value in changes.items()
-            }
-            try:
-                settings = refused.settings | expanded
-                effect = "jackpot/correction/weight" if settings[NAME] else "actor/ppo_kl"
-                assert effect in start(plugin, settings), f"{message}\n{remedy[0]!r} was done, to no effect"
-            except JackpotError as error:
-                pytest.fail(f"{message}\n{remedy[0]!r} was done, and refused:\n{error}")
-    assert not TELLS.search(rest), f"{message}\nNothing does what this tells to do: {rest}"
+    for remedy, changes in remedies_of(message, refused.remedies):
+        expanded = {
+            remedy.expand(name): remedy.expand(value) if isinstance(value, str) else value
+            for name, value in changes.items()
+        }
+        try:
+            settings = refused.settings | expanded
+            effect = "jackpot/correction/weight" if settings[NAME] else "actor/ppo_kl"
+            assert effect in start(plugin, settings), f"{message}\n{remedy[0]!r} was done, to no effect"
+        except JackpotError as error:
+            pytest.fail(f"{message}\n{remedy[0]!r} was done, and refused:\n{error}")
 
 
 @pytest.fixture(scope="module")
