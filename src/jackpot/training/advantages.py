@@ -125,8 +125,10 @@ class Critic:
         mask, returns = batch.response_mask, batch.returns
         assert batch.values is not None and returns is not None, "`compute_advantages` has given them to every sample"
         values = self.values(batch)
+
         errors, is_clipped = clipped_value_error(values, batch.values, returns, self._config.clip)
         numerator = torch.where(mask, errors, 0.0).sum()
+
         return numerator, {
             "critic/loss": Mean(
                 total=numerator.detach().double(),

@@ -126,6 +126,7 @@ def linear_head(
     """
     _check([head], ids)
     _check_range(head, ids=ids, gather_ids=gather_ids)
+
     return HeadOutput.of(
         *tiled_heads(
             [head],
@@ -172,6 +173,7 @@ def joint_linear_head(
     heads = [policy, rollout_model]
     _check(heads, ids)
     _check_range(policy, ids=ids, gather_ids=gather_ids)
+
     return JointOutput.of(
         *tiled_heads(
             heads,

@@ -173,6 +173,7 @@ class _ChartMaker:
         values = [value for line in drawn for value in (*line.y, *(line.low or ())) if value is not None]
         is_log = all(re.fullmatch(LOGARITHMIC, metric) for metric in metrics) and min(values) > 0
         guides, limits = self._limits(metrics[0]) if len(metrics) == 1 else ([], "")
+
         return Chart(
             title=title,
             x_label="iteration",
