@@ -41,7 +41,9 @@ def test_train_shows_progress_a_table_and_the_folder(trained: tuple[Path, str]) 
     for text in ("iteration 4/4", "reward", "acceptance", "KL", "tokens/s", "before", "after 4 iterations", "points"):
         assert text in output
     assert "loading the model" in output and "starting the engine" in output
-    assert re.search(r"Cost of \d+ iterations: [\d.e+]+ FLOPs, \d+% of them for rollouts", " ".join(output.split()))
+    assert re.search(
+        r"Cost of \d+ iterations: [\d.e+]+ FLOPs, \d+% for rollouts and \d+% for training", " ".join(output.split())
+    )
     assert "Run folder: runs/quickstart-seed0" in output and "  jackpot diagnose runs/quickstart-seed0  #" in output
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "tensorboard", "rollouts", "eval", "checkpoints"):
         assert (folder / name).exists()

@@ -11,7 +11,10 @@ def test_a_run_is_exported_beside_its_folder_and_replayed(finished_run: Finished
     done = jackpot("export", str(run), "--format", "verl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
-    assert "to 2 files in" in printed and "Not in the format of verl: top-k lists" in printed
+    assert (
+        "to 2 files in" in printed
+        and "Not written, because the format verl has no column for it: top-k lists" in printed
+    )
     assert f"jackpot replay '{tmp_path / 'a run-verl'}'" in done.stdout
     assert {path.name for path in (tmp_path / "a run-verl").iterdir()} == {"1.jsonl", "2.jsonl"}
     again = jackpot("replay", "a run-verl", "--all", cwd=tmp_path)

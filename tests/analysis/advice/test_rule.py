@@ -166,9 +166,13 @@ def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
         "Judged on",
     ]
     cheapest = near.lines["Cheapest mix"]
-    assert cheapest.startswith("let the rollout model generate everything; same progress for 27% (95 % CI 27% to 27%)")
+    assert cheapest.startswith(
+        "let the rollout model generate everything; equal progress takes 27% (95 % CI 27% to 27%)"
+    )
     assert "counted fully" not in near.sentence and near.lines["Judged on"] == "some tokens"
-    assert near.lines["With 7 drafts a pass"].startswith("speculative decoding: 58% fewer weight reads, 69% more FLOPs")
+    assert near.lines["With 7 drafts a pass"].startswith(
+        "speculative decoding takes 58% fewer weight reads and 69% more FLOPs"
+    )
     cheapest = far.lines["Cheapest mix"]
     assert cheapest.startswith("let the policy generate everything") and cheapest.endswith("generate everything, 22%")
     assert judge([candidate("none")], "some tokens").generation == ()

@@ -410,8 +410,8 @@ def _after_text(correction: JudgedCorrection) -> str:
     if elsewhere < 0.01:
         return text
 
-    drift = f"{elsewhere:.0%} of prefixes are under-visited by the policy"
-    return f"{text}; {drift}. Ignoring prefix drift a rollout is worth {interval_text(correction.of_tokens)}"
+    drift = f"the policy reaches {elsewhere:.0%} of the prefixes less often, which no weight of a token corrects"
+    return f"{text}; {drift}. Prefixes aside, a rollout is worth {interval_text(correction.of_tokens)}"
 
 
 def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) -> str:
@@ -454,7 +454,7 @@ def _too_far_lines(best: JudgedCorrection) -> dict[str, str]:
     """
     return {
         "Use": f"no correction closes this gap; with {best.label}, the best, a rollout is worth "
-        f"{interval_text(best.of_tokens)} of the policy's own, prefix drift ignored",
+        f"{interval_text(best.of_tokens)} of the policy's own, prefixes aside",
         f"After {best.label}": _after_text(best),
         "Fix first": "take a closer rollout model, update its weights more often, or distil the policy into it",
     }
@@ -466,27 +466,26 @@ def _known_text(chosen: JudgedCorrection) -> str:
         return ""
 
     if chosen.known > 0.0:
-        known = f"for {chosen.known:.0%} of the tokens"
-        return f". Summed over both distributions where the top-k lists hold them, {known}, and sampled at the others"
-    return (
-        ". Sampled, not summed over the vocabulary: a tail that was not sampled is missing; top-k lists would show it"
-    )
+        known = f"{chosen.known:.0%} of the tokens, whose top-k lists hold both distributions"
+        return f". It is summed over the vocabulary at {known}, and estimated from the sampled tokens elsewhere"
+    return ". It is estimated from the sampled tokens: a tail that none of them hit is missing, which top-k lists show"
 
 
 def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
     """Return lines of advice on the way to generate that takes the fewest FLOPs, and on what drafts cost or save."""
     cheapest = min(generation, key=lambda way: way.flops.value)
-    text = f"{_instruction(cheapest)}; same progress for {interval_text(cheapest.flops, '.0%')} of the rollout FLOPs"
+    text = f"{_instruction(cheapest)}; equal progress takes {interval_text(cheapest.flops, '.0%')} of the rollout FLOPs"
 
     any_state = min(generation, key=lambda way: way.flops_any_state.value)
     if any_state.label != cheapest.label:
         share = f"{any_state.flops_any_state.value:.0%}"
-        text += f". If under-visited prefixes counted fully: {_instruction(any_state)}, {share}"
+        text += f". If such prefixes counted fully: {_instruction(any_state)}, {share}"
 
     drafts = generation[-1]  # speculative decoding is the last way, as `judge` lists them
     costs = {"weight reads": drafts.weights.value - 1.0, "FLOPs": drafts.flops.value - 1.0}
     changes = [f"{abs(change):.0%} {'more' if change > 0 else 'fewer'} {name}" for name, change in costs.items()]
-    return {"Cheapest mix": text, f"With {drafts.label}": f"speculative decoding: {', '.join(changes)}, no bias"}
+    drafting = f"speculative decoding takes {' and '.join(changes)}, without bias"
+    return {"Cheapest mix": text, f"With {drafts.label}": drafting}
 
 
 def _instruction(generation: Generation) -> str:

@@ -38,7 +38,7 @@ def compare(
     unit: Annotated[str, typer.Option(help="Unit of the budget: sequences, tokens or flops.")] = "sequences",
     accuracy: Annotated[
         float | None,
-        typer.Option(help="Accuracy to which costs are counted; default one that all rising runs reach."),
+        typer.Option(help="Accuracy, 0 to 1, until which costs are counted; default one that all rising runs reach."),
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Arm that the others are compared with; default the first.")] = (
         None
@@ -97,7 +97,7 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
             jobs_at_once = min(waiting, jobs or max(1, cores.free_cores()))
             # As if every iteration of every run took as long as this one.
             minutes = numbers.iteration_seconds(lines[-1]) * run.config.iterations * waiting / jobs_at_once / 60.0
-            duration = f"about {minutes:,.0f} minutes in all (estimated from {run.name})"
+            duration = f"about {minutes:,.0f} min in all (estimated from {run.name})"
             print_line(console, f"{waiting} runs, {jobs_at_once} at a time: {duration}")
             waiting = 0
 

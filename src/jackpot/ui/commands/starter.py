@@ -17,9 +17,11 @@ with lazy():
 
 def starter(
     folder: Annotated[Path, typer.Argument(help="Folder in which each model gets a folder.")],
-    text: Annotated[bool, typer.Option("--text", help="Copy the pair that reads text, for word problems.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Copy the pair for word problems, not the pair that adds.")
+    ] = False,
 ) -> None:
-    """Copy the two starter models of the package into a folder: the pair that adds numbers, or with --text the other.
+    """Copy two small models of the package, a policy and a rollout model, into a folder.
 
     Status: supported.
     """

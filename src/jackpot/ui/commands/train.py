@@ -64,8 +64,8 @@ def train(
     gpus: Annotated[
         str | None,
         typer.Option(
-            help="GPUs that --dry-run plans for, such as 4xH100, and refuses where they do not hold the run; default "
-            "those of the recipe and of this machine."
+            help="GPUs that --dry-run plans for, and that must hold the run, such as 4xH100; default those of the "
+            "recipe and of this machine."
         ),
     ] = None,
     tiny: Annotated[
@@ -337,6 +337,7 @@ def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> 
 
     evaluating = sum(line.get("cpu_seconds/evaluate") or 0.0 for line in lines)
     return [
-        f"Cost of {spent.iteration} iterations: {flops:.2g} FLOPs, {spent.flops / flops:.0%} of them for rollouts, the "
-        f"others for training; {spent.cpu_seconds:.3g} CPU seconds of this process, {evaluating:.3g} for evaluations."
+        f"Cost of {spent.iteration} iterations: {flops:.2g} FLOPs, {spent.flops / flops:.0%} for rollouts and "
+        f"{spent.training_flops / flops:.0%} for training; {spent.cpu_seconds:.3g} CPU seconds of this process, and "
+        f"{evaluating:.3g} more for evaluations."
     ]
