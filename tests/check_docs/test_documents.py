@@ -94,3 +94,13 @@ def test_the_replay_page_has_every_format():
         for is_code, block in lines:  # the code to add is the same, however its lines are broken
             words = " ".join(re.findall(r"\w+", "\n".join(block)))
             assert not is_code or words in " ".join(re.findall(r"\w+", page)), name
+
+
+def test_every_place_on_the_architecture_walk_is_there():
+    places = re.findall(r"`([\w/]+\.py): ([\w.]+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert len(places) >= 15
+    for file, name in places:
+        *classes, last = name.split(".")
+        text = (ROOT / "src" / "jackpot" / file).read_text()
+        for definition in (*(f"class {each}" for each in classes), rf"(?:def|class) {last}"):
+            assert re.search(rf"^ *{definition}\b", text, re.MULTILINE), f"{file}: {name}"
