@@ -192,7 +192,8 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
     """Return the correction of ours that a value of `rollout_is` names.
 
     Args:
-        weighting: the settings of verl's own weights, by name.
+        rollout_is: such as jackpot:tis:cap=5.
+        weighting: verl's settings of its own importance weights, by name, which have to be the defaults.
 
     Raises:
         ConfigError: an unknown correction or setting, a correction that reads what verl does not have, or settings of

@@ -433,10 +433,12 @@ class _RankGroup:
         ]
 
     def run(self, task: Sequence[Any], lines: "_Lines", stop: StopSignal) -> tuple[str, Any]:
-        """Have every rank work until rank 0 ends, another rank fails, or one is lost.
+        """Run `RankActor.work` on every rank until rank 0 ends, another fails, or one is lost; then end all.
 
         Args:
             task: the arguments of `RankActor.work` after the environment, the same for every rank.
+            lines: the lines of metrics.jsonl, shown while the ranks work.
+            stop: the signal that asks the run to end, passed on to rank 0 once.
 
         Returns:
             "done" and the result of rank 0; or the class name and the text of the error of the rank that failed first,

@@ -102,9 +102,13 @@ class GapEvidence:
 
 
 def _error_text(index: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
-    """Describe, for the error, the gaps in range `index` of depths, which begins at 2**index, and their limit.
+    """Return the error's text on the gaps in one range of depths: tokens 2**index to 2**(index + 1) - 1 of responses.
 
-    `means` has the mean gap of each prompt in each range, [P, D]; `usual` and `limits` are of each range, [D].
+    Args:
+        index: which range of depths.
+        means: mean gap of each prompt in each range, [P, D].
+        usual: mean gap of each range in the batches before, [D].
+        limits: largest mean gap that is allowed in each range, [D].
     """
     first, gap = 2**index, float(means[:, index].nanmean())
     return (

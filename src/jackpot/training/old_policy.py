@@ -61,8 +61,8 @@ class OldPolicySnapshot:
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 
-        # Gather the keys and lengths of all stored rows, and for each column the values of the rows in one tensor. The
-        # empty column gives the dtype where a rank has no rows.
+        # Gather the keys and lengths of all stored rows, and for each column the values of all rows, one after another.
+        # `empty`, a column without values, gives `torch.cat` the dtype where a rank has stored no rows.
         rows = list(self._rows.values())
         keys = all_gather(torch.tensor(list(self._rows), dtype=torch.int64))
         lengths = all_gather(torch.tensor([len(row["old_log_probs"]) for row in rows], dtype=torch.int64))
@@ -95,10 +95,10 @@ class OldPolicySnapshot:
 
 
 def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-    """Return the batches that this rank has to read, so that some rank reads each rollout of all ranks.
+    """Leave out batches whose rollouts are all read before, by any rank; return those that this rank has to read.
 
-    The ranks read in step, each its own batch i, so either all leave out their batch i or none does. It is left out if
-    every rollout that any rank has in its batch i is also in an earlier batch of some rank.
+    Ranks that share weights read in step, the i-th batch of each at once, so all ranks leave out their i-th batch or
+    none does. It is left out if every rollout in the i-th batches of all ranks is in an earlier batch of some rank.
     """
     uids = [(index, uid) for index, batch in enumerate(batches) for uid in batch.uids]
     indices = all_gather(torch.tensor([index for index, _ in uids], dtype=torch.int64)).tolist()

@@ -61,10 +61,10 @@ class ServerWeights:
         self._engine: Any = None
 
     def connect(self, model: PreTrainedModel, url: str) -> None:
-        """Set the model whose weights are sent, and the address of the server.
+        """Keep the model whose weights will be sent and the server's address, for `init_weight_transfer`.
 
         Raises:
-            ConfigError: settings are unknown, or the policy has an adapter of peft.
+            ConfigError: the settings given at construction are unknown, or the policy has an adapter of peft.
         """
         if hasattr(model, "peft_config"):
             raise ConfigError(

@@ -198,7 +198,10 @@ def unlearning_limit_if_rewards_rose(metric: str, *, at_once: bool) -> RunLimit:
 
 
 def equal_rewards_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a low limit just above 0 for the spread of iterations' mean rewards if all are equal, else None."""
+    """Return a limit that the spread of the mean rewards falls below, if no iteration's differs from another's.
+
+    It is just above 0, the spread of equal rewards. None where they differ.
+    """
     return math.ulp(1.0) if max(values) == min(values) else None
 
 

@@ -174,11 +174,11 @@ def _add_acceptance_error(lines: list[dict[str, Any]]) -> None:
 
 
 def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> None:
-    """Add the metric `seconds/slowest` to the lines: the duration of the slowest phase so far, over its median.
+    """Add the metric `seconds/slowest` to the lines: how many times its usual duration the slowest phase so far took.
 
-    A phase is slow if it took LEAST_DELAY seconds and LEAST_DELAY_ITERATIONS median iterations more than its median,
-    unless all phases were slow, as on a busy machine. The first iteration of every start is left out, since it checks
-    the engine thoroughly.
+    A phase, such as training, counts as slow in an iteration if it took LEAST_DELAY seconds and LEAST_DELAY_ITERATIONS
+    median iterations longer than its median, unless all phases were slow, as on a busy machine. The first iteration of
+    every start is left out, since it checks the engine thoroughly.
     """
     starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
     timed = [line for line in lines if line["iteration"] not in starts and line.get("seconds/train")]

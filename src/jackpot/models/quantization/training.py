@@ -258,7 +258,7 @@ class _LookupIn(TorchFunctionMode):
         self._table, self._dtype = table, dtype
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`; look embeddings up in the float32 table, whatever table they were given, and round the rows."""
+        """Call torch's function `func`; where it looks up rows, take them from the float32 table and round them."""
         if func is not torch.nn.functional.embedding:
             return func(*args, **(kwargs or {}))
         return func(args[0], self._table, *args[2:], **(kwargs or {})).to(self._dtype)

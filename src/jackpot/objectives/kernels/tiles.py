@@ -151,7 +151,7 @@ class HeadOperands:
             soft_cap=self._soft_cap,
             temperature=self._temperature,
             may_mask=self.bias is not None or self._operand_dtype == torch.float16,  # -inf: in a bias, or by overflow
-            is_raw=known_logits is None and not self.is_plain,  # forward has finished the logits that it kept
+            is_raw=known_logits is None and not self.is_plain,  # logits that the forward pass kept are final
             is_kept=self._kept_tiles is not None,
         )
 
