@@ -28,7 +28,7 @@ from jackpot.rollout.engines.base import Capabilities, Request
 from jackpot.rollout.engines.checks import check_scores
 from jackpot.rollout.engines.in_flight import QueuedEngine
 from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
-from jackpot.rollout.engines.transformers.decoding import BatchSettings, DecodingBatch, batch_settings
+from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
 from jackpot.rollout.engines.transformers.drafting import DraftedBatch
 from jackpot.rollout.engines.transformers.static_decoding import (
     GraphCapture,
@@ -121,9 +121,11 @@ class TransformersEngine(QueuedEngine):
             return GraphCapture(model.device.type, self._events)
 
         # Only steps of `StaticBatch` can be captured; the tensors of other batches grow.
-        obstacle = f"{type(model).__name__} with these settings has no attention for it"
-        if self._draft is not None:
-            obstacle = "rows accept different numbers of drafts"
+        obstacle = (
+            f"{type(model).__name__} with these settings has no attention for it"
+            if self._draft is None
+            else "rows accept different numbers of drafts"
+        )
         self._events.append(decoding_event("growing", cuda_graphs=False, obstacle=obstacle))
         return None
 
@@ -203,13 +205,9 @@ class TransformersEngine(QueuedEngine):
 
         The requests of a batch have equal `batch_settings` and `exact_drafts`.
         """
-
-        def shared(request: Request) -> tuple[BatchSettings, bool]:
-            """Return those settings of a request that must be equal within a batch."""
-            return batch_settings(request.sampling), request.exact_drafts
-
         # `alike` has the requests at the front of the queue whose settings are equal.
-        (_, is_exact), alike = next(groupby(self._queue, shared))
+        groups = groupby(self._queue, lambda request: (batch_settings(request.sampling), request.exact_drafts))
+        (_, is_exact), alike = next(groups)
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len
 
