@@ -100,7 +100,7 @@ class DraftedBatch(DecodingBatch):
         self._num_drafts = torch.full_like(self._limits, num_drafts)  # [R], number of drafts in the next step
 
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
-        # [R, 3], random keys of each request, from which the uniforms of the streams _DRAFT, _ACCEPT and _OTHER are made
+        # [R, 3], keys from which the uniforms of the streams _DRAFT, _ACCEPT and _OTHER are made
         uses = ("draft", "accept draft", "token")
         self._streams = torch.stack(
             [key_tensor([fold_in(use, request.seed) for request in self._all_requests]) for use in uses], dim=1
