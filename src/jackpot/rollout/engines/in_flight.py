@@ -10,7 +10,7 @@ from typing import Any
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import ASLEEP, check_request
+from jackpot.rollout.engines.checks import check_request
 from jackpot.rollout.engines.draft_counts import DraftCounts
 
 
@@ -173,4 +173,4 @@ class QueuedEngine(Engine):
         """Raise EngineError if the engine is closed or has failed, or if it sleeps."""
         self._check_open()
         if self._is_asleep:
-            raise EngineError(ASLEEP)
+            raise EngineError("the engine sleeps and has no weights; send them with update_weights first")

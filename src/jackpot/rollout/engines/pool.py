@@ -274,15 +274,14 @@ class Pool(Generic[AnyPeer]):
 
     def _fail(self, failure: EngineError) -> None:
         """End the pool: callers that wait for results, now or later, get the first failure as their error."""
-        is_first = self.failure is None
-        self.failure = self.failure or failure
+        if self.failure is None:
+            self.failure = failure
+            for listener in self.on_failure:
+                listener(failure)
 
         for future in self._futures:
             if not future.done():
                 future.set_exception(self.failure)
-        if is_first:
-            for listener in self.on_failure:
-                listener(failure)
 
         for task in self._tasks.values():
             task.cancel()
