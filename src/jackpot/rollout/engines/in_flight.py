@@ -68,11 +68,6 @@ class InFlightRequests:
         self._uids.difference_update(rollout.uid for rollout in popped)
         return popped
 
-    def clear(self) -> None:
-        """Forget all requests and rollouts."""
-        self._uids.clear()
-        self._completed.clear()
-
 
 class QueuedEngine(Engine):
     """An engine that records its requests in flight and checks each call first; how it generates, a subclass decides.
@@ -151,7 +146,7 @@ class QueuedEngine(Engine):
         try:
             self._end()
         finally:
-            self._in_flight.clear()
+            self._in_flight = InFlightRequests()  # forgets all requests and rollouts
 
     @abstractmethod
     def _end(self) -> None:

@@ -116,10 +116,13 @@ class DraftedBatch(DecodingBatch):
         with threads_for(len(self._rows) * self._model.num_parameters()):
             # The first step reads the prompts, and has no drafts.
             if not self._num_generated:
-                self._counts.passes += len(self._rows)
-                self._counts.tokens += len(self._rows)
-                self._counts.read_alone += int(self._prompt_lengths.sum())
-                self._counts.read_by_policy += int(self._prompt_lengths.sum())
+                prompt_tokens = int(self._prompt_lengths.sum())
+                self._counts += DraftCounts(
+                    tokens=len(self._rows),
+                    passes=len(self._rows),
+                    read_alone=prompt_tokens,
+                    read_by_policy=prompt_tokens,
+                )
                 return super().step()
 
             if not self._is_started:
@@ -296,16 +299,18 @@ class DraftedBatch(DecodingBatch):
 
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
         """Count one pass of the policy in `DraftCounts`: [N] drafts, accepted drafts and new tokens of each row."""
-        counts, verifies = self._counts, drafted > 0  # [N], True for rows that have drafts
-        counts.tokens += int(num_new.sum())
-        counts.passes += len(num_new)
-        counts.verifications += int(verifies.sum())
-        counts.verified += int(num_new[verifies].sum())
-        # The accepted drafts and, if not all were accepted, the one that was rejected.
-        counts.judged += int(torch.minimum(accepted + 1, drafted).sum())
-        counts.accepted += int(accepted.sum())
-        counts.read_alone += int(num_new.sum())  # what the policy would read without drafts
-        # The policy reads each row's newest token and drafts. Where a row drafts, the draft model reads the last two
-        # tokens and all drafts but the last: one token more than there are drafts.
-        counts.read_by_policy += int(drafted.sum()) + len(drafted)
-        counts.read_by_draft += int(drafted[verifies].sum() + verifies.sum())
+        verifies = drafted > 0  # [N], True for rows that have drafts
+        self._counts += DraftCounts(
+            tokens=int(num_new.sum()),
+            passes=len(num_new),
+            verifications=int(verifies.sum()),
+            verified=int(num_new[verifies].sum()),
+            # The accepted drafts and, if not all were accepted, the one that was rejected.
+            judged=int(torch.minimum(accepted + 1, drafted).sum()),
+            accepted=int(accepted.sum()),
+            read_alone=int(num_new.sum()),  # what the policy would read without drafts
+            # The policy reads each row's newest token and drafts. Where a row drafts, the draft model reads the last
+            # two tokens and all drafts but the last: one token more than there are drafts.
+            read_by_policy=int(drafted.sum()) + len(drafted),
+            read_by_draft=int(drafted[verifies].sum() + verifies.sum()),
+        )
