@@ -383,11 +383,6 @@ class EnginePool:
         )
         self.pool.update(newest)
 
-    def release(self) -> None:
-        """Close the pool if all of its engines are closed."""
-        if all(engine._is_closed for engine in self.engines.values()):
-            self.pool.close()
-
     def _share(
         self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
     ) -> SentWeights:
@@ -508,7 +503,8 @@ class PooledEngine(BackgroundEngine):
 
     def _end(self) -> None:
         """Close the pool if no other engine of it is open."""
-        self._pool.release()
+        if all(engine._is_closed for engine in self._pool.engines.values()):
+            self._pool.pool.close()
 
 
 def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
