@@ -12,7 +12,7 @@ engine sleeps, neither hosts nor this process keep its weights.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from operator import attrgetter, itemgetter
@@ -490,16 +490,13 @@ class PooledEngine(BackgroundEngine):
         ]
         return list(chain.from_iterable(self._pool.pool.results(requests)))
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of the weights that a host read.
 
         The call returns once all hosts in reach, at least one, hold the new weights. A host out of reach gets them
         before it gets another chunk of requests.
         """
-        self._check_idle()
-        digest = self._pool.replace(self._name, list(named_tensors), version)
-        self._version, self._is_asleep = version, False
-        return digest
+        return self._pool.replace(self._name, weights, version)
 
     def _end(self) -> None:
         """Close the pool if no other engine of it is open."""

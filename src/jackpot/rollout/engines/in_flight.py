@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
@@ -72,7 +74,7 @@ class InFlightRequests:
 class QueuedEngine(Engine):
     """An engine that records its requests in flight and checks each call first; how it generates, a subclass decides.
 
-    The subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
+    The subclass sets `_capabilities` before the first request.
     """
 
     _capabilities: Capabilities
@@ -112,6 +114,20 @@ class QueuedEngine(Engine):
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
         """Start to generate requests, which are already checked and in flight, and return at once."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        self._check_idle()
+        digest = self._take_weights([(name, tensor.detach()) for name, tensor in named_tensors], version)
+        self._version, self._is_asleep = version, False
+        return digest
+
+    @abstractmethod
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
+        """Replace all weights, and return the digest of the weights received; no request is in flight.
+
+        Raises:
+            EngineError: a name is missing, unknown or sent twice, or a shape differs. The old weights stay.
+        """
 
     def take_events(self) -> list[dict[str, Any]]:
         events = list(self._events)

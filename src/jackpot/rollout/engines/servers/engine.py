@@ -7,7 +7,7 @@ for the servers in `update_weights`. The pool (`engines/pool.py`) sends each pro
 import math
 import secrets
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from types import ModuleType
@@ -164,19 +164,15 @@ class ServerEngine(BackgroundEngine):
 
         return score_by_requests(rollouts, temperature, answers)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of the file that the servers read.
 
         The call returns once all servers in reach, at least one, hold the new weights. A server out of reach gets them
         before its next request.
         """
-        self._check_idle()
-        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(weights, self._shapes)
-
         saved = self._save(weights)
         self._pool.update(saved)
-        self._version = version
         # Keep also the files that a server still reads.
         loading = [replica.loading for replica in self._pool.peers if replica.loading is not None]
         self._files.remove_except([saved, *loading])

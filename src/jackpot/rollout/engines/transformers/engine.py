@@ -10,7 +10,7 @@ Status: supported.
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from itertools import groupby, islice
 
@@ -167,13 +167,9 @@ class TransformersEngine(QueuedEngine):
 
         return [scores[index] for index in range(len(rollouts))]
 
-    @torch.no_grad()
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; names are those of the model's `named_parameters()`."""
-        self._check_idle()
-        digest = self._weights.load(named_tensors)
-        self._version, self._is_asleep = version, False
-        return digest
+        return self._weights.load(weights)
 
     def _release(self) -> None:
         """Release the memory of the weights, on a GPU to other processes too; this has not been tried on a GPU."""

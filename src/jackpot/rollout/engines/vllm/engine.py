@@ -15,7 +15,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -167,16 +167,15 @@ class VLLMEngine(ThreadEngine):
         self._post(add_all)
         return [self._wait(future) for future in futures]
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says.
 
         vLLM holds some weights fused or packed, so the digest is computed from the tensors that vLLM is given: codes
         and scales where these are sent. Engines for which this engine's model drafts get the new weights too.
         """
         followers = [engine for engine in self._followers if not engine._is_closed]
-        for engine in (self, *followers):
+        for engine in followers:
             engine._check_idle()
-        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(weights, self._shapes, self.capabilities.coded_weights)
 
         self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
@@ -184,8 +183,6 @@ class VLLMEngine(ThreadEngine):
         for engine in followers:
             engine._update_draft(weights)
         self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
-
-        self._version = version
         return digest
 
     def _synchronize(self) -> None:
