@@ -31,8 +31,7 @@ class ThreadedEngine(ThreadEngine):
     def version(self) -> Version:
         return self._inner.version
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        self._check_open()
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         return self._call(lambda: self._inner.score(rollouts, temperature))
 
     def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:

@@ -28,7 +28,7 @@ from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version
 from jackpot.models.quantization.convert import CodedWeights
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import check_scores, check_weights
+from jackpot.rollout.engines.checks import check_weights
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRequest, PeerRestarted, Pool, PoolLimits
 from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
@@ -478,10 +478,8 @@ class PooledEngine(BackgroundEngine):
         }
         return PeerRequest(message=message, parse=lambda answer: _parse_generated(chunk, answer))
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says, which the hosts compute chunk by chunk."""
-        self._check_awake()
-        check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}
         # A request for each chunk of rollouts; errors name a request by the uid of its first rollout.
         requests = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import check_request
+from jackpot.rollout.engines.checks import check_request, check_scores
 from jackpot.rollout.engines.draft_counts import DraftCounts
 
 
@@ -114,6 +114,15 @@ class QueuedEngine(Engine):
     @abstractmethod
     def _begin(self, requests: Sequence[Request]) -> None:
         """Start to generate requests, which are already checked and in flight, and return at once."""
+
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        self._check_awake()
+        check_scores(rollouts, temperature, self.capabilities)
+        return self._score(rollouts, temperature)
+
+    @abstractmethod
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Return log-probs as `Engine.score` says, of rollouts that are already checked."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         self._check_idle()

@@ -23,7 +23,7 @@ from jackpot.models.forward import output_layer
 from jackpot.models.load import DTYPES
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.checks import check_request, check_weights
 from jackpot.rollout.engines.pool import PeerRequest, Pool, PoolLimits
 from jackpot.rollout.engines.servers.http import HTTPClient, open_session
 from jackpot.rollout.engines.servers.protocol import LogProbRequest, score_by_requests
@@ -144,10 +144,8 @@ class ServerEngine(BackgroundEngine):
             ),
         )
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one server request."""
-        self._check_open()
-        check_scores(rollouts, temperature, self.capabilities)
         for rollout in rollouts:
             self.protocol.check_temperature(temperature, f"the score of {rollout.uid}")
 

@@ -25,7 +25,6 @@ from jackpot.models.forward import output_layer
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import forward_rollouts, token_log_probs
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import check_scores
 from jackpot.rollout.engines.in_flight import QueuedEngine
 from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
 from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
@@ -149,10 +148,8 @@ class TransformersEngine(QueuedEngine):
         return self._in_flight.pop(n, uids)
 
     @torch.no_grad()
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says, from forward passes over several rollouts each."""
-        self._check_awake()
-        check_scores(rollouts, temperature, self.capabilities)
         model = self._weights.model
         scores: dict[int, Tensor] = {}  # by index in `rollouts`
         # Rollouts of similar length share a forward pass, so that it has little padding. `pack` cuts the sorted

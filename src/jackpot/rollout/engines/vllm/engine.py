@@ -35,7 +35,7 @@ from jackpot.models.hub import resolve_path
 from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.checks import check_request, check_weights
 from jackpot.rollout.engines.servers.protocol import LogProbRequest, make_rollout, score_by_requests
 from jackpot.rollout.engines.vllm.drafts import count_drafts, draft_arguments, repair_sampling
 from jackpot.rollout.engines.vllm.library import (
@@ -131,18 +131,16 @@ class VLLMEngine(ThreadEngine):
     def _begin(self, requests: Sequence[Request]) -> None:
         self._post(partial(self._add_all, requests, self._version, torch.get_num_threads()))
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says; at temperatures other than 1 each token takes one vLLM request.
 
         The call waits until no response is unfinished, because in one step vLLM returns either the top log-probs of all
         requests or the log-probs of tokens that are asked for.
         """
-        self._check_open()
         with self._changed:  # a condition that is notified when a response ends or generation fails
             self._changed.wait_for(lambda: not self._in_flight.num_unfinished or self._failure is not None)
+        self._check_open()
 
-        self._check_awake()
-        check_scores(rollouts, temperature, self.capabilities)
         for rollout in rollouts:
             check_temperature(temperature, f"the score of {rollout.uid}")
 
