@@ -415,15 +415,13 @@ class Pool(Generic[AnyPeer]):
         peer.num_resent += 1
         if len(work.failures) < self._limits.attempts:
             self._queue.appendleft(work)
-            return
-
-        attempts = "; ".join(work.failures)
-        self._fail(
-            EngineError(
-                f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failures)} times ({attempts}); "
-                f"{self._limits.failing_advice}"
+        else:
+            self._fail(
+                EngineError(
+                    f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failures)} times "
+                    f"({'; '.join(work.failures)}); {self._limits.failing_advice}"
+                )
             )
-        )
 
     def _log(self, event: str, peer: Peer, **details: Any) -> None:
         """Add an event about a peer, such as `server_lost`, for `take_events`."""
