@@ -1,6 +1,6 @@
 """A real engine that generates in the background: `TransformersEngine` on a thread of its own."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -31,14 +31,11 @@ class ThreadedEngine(ThreadEngine):
     def version(self) -> Version:
         return self._inner.version
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
-        self._check_open()
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         return self._call(lambda: self._inner.score(rollouts, temperature))
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        self._check_open()
-        self._in_flight.check_empty()
-        return self._call(lambda: self._inner.update_weights(named_tensors, version))
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
+        return self._call(lambda: self._inner.update_weights(weights, version))
 
     def wait_for_more(self, than: int, seconds: float = 60.0) -> bool:
         """Return whether more than `than` rollouts finish within some seconds."""

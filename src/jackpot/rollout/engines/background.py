@@ -45,8 +45,11 @@ class BackgroundEngine(QueuedEngine):
 
         def is_settled() -> bool:
             """Return whether `collect` need not wait: enough rollouts, no unfinished request, or a failure."""
-            in_flight = self._in_flight
-            return len(in_flight.completed(uids)) >= n or not in_flight.num_unfinished or self._failure is not None
+            return (
+                len(self._in_flight.completed(uids)) >= n
+                or not self._in_flight.num_unfinished
+                or self._failure is not None
+            )
 
         with self._changed:
             self._changed.wait_for(is_settled, timeout)

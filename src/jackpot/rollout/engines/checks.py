@@ -14,8 +14,6 @@ from jackpot.models.quantization.convert import CodedWeights
 from jackpot.models.quantization.quantizer import LARGEST
 from jackpot.rollout.engines.base import Capabilities, Request
 
-ASLEEP = "the engine sleeps and has no weights; send them with update_weights first"
-
 
 def check_request(request: Request, capabilities: Capabilities) -> None:
     """Raise EngineError for a request whose prompt, number of top log-probs or seed the engine cannot take."""

@@ -12,7 +12,7 @@ engine sleeps, neither hosts nor this process keep its weights.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from operator import attrgetter, itemgetter
@@ -28,7 +28,7 @@ from jackpot.core.types import TOKEN_COLUMNS, Prompt, Rollout, Version
 from jackpot.models.quantization.convert import CodedWeights
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import check_scores, check_weights
+from jackpot.rollout.engines.checks import check_weights
 from jackpot.rollout.engines.draft_counts import DraftCounts
 from jackpot.rollout.engines.pool import Peer, PeerLost, PeerRequest, PeerRestarted, Pool, PoolLimits
 from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
@@ -107,10 +107,9 @@ class EngineHost:
 
 def _describe(engine: Engine) -> dict[str, Any]:
     """Return the engine's capabilities, as plain values that `_capabilities` reads, and the engine's new events."""
-    capabilities = engine.capabilities
-    facts = {name: getattr(capabilities, name) for name in Capabilities.__dataclass_fields__}
-    facts["dtype"] = str(capabilities.dtype).removeprefix("torch.")
-    facts["coded_weights"] = capabilities.coded_weights and tuple(capabilities.coded_weights)
+    facts = asdict(engine.capabilities)
+    facts["dtype"] = str(facts["dtype"]).removeprefix("torch.")
+    facts["coded_weights"] = facts["coded_weights"] and tuple(facts["coded_weights"])
     return {"capabilities": facts, "events": engine.take_events()}
 
 
@@ -260,14 +259,13 @@ class HostPeer(Peer):
             EngineError: the host has read other weights than the first host that took them: their digests differ.
         """
         message = {"do": "take", "engine": engine, "name": weights.name, "version": list(weights.version)}
-        memory = weights.memory
 
-        if memory is None:  # `weights` stands for a sleep
+        if weights.memory is None:  # `weights` stands for a sleep
             await self._ask(message | {"do": "sleep"})
             self._weight_names[engine] = weights.name
             return
 
-        answer = await self._ask(message | {"path": str(memory.path)})
+        answer = await self._ask(message | {"path": str(weights.memory.path)})
         self._weight_names[engine] = weights.name
 
         digest: str = answer["digest"]
@@ -331,13 +329,11 @@ class EnginePool:
         )
 
         self._weight_numbers = count()
-        self._shapes: dict[str, dict[str, torch.Size]] = {}  # shape of every parameter of each engine
-        self._dtypes: dict[str, torch.dtype] = {}  # dtype of the weights of each engine
-        newest = NewestWeights()
-        for name, (named, dtype) in weights.items():
-            self._shapes[name] = {key: tensor.shape for key, tensor in named}
-            self._dtypes[name] = dtype
-            newest[name] = self._share(name, named, version, dtype)
+        # Shape of every parameter of each engine.
+        self._shapes = {name: {key: tensor.shape for key, tensor in named} for name, (named, _) in weights.items()}
+        newest = NewestWeights(
+            {name: self._share(name, named, version, dtype) for name, (named, dtype) in weights.items()}
+        )
 
         self.pool: Pool[HostPeer] = Pool(limits, newest, thread_name="the engines' thread")
         try:
@@ -359,18 +355,14 @@ class EnginePool:
             for name, facts in first.engines.items()
         }
 
-    def replace(
-        self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, codes: CodedWeights | None = None
-    ) -> str:
-        """Give one engine new weights in all hosts, and return the digest of the weights that the hosts have read.
-
-        Args:
-            codes: weights that may be sent quantized, as `Capabilities.coded_weights`; None: none may.
-        """
+    def replace(self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
+        """Give one engine new weights in all hosts, and return the digest of the weights that the hosts have read."""
+        capabilities = self.engines[name].capabilities
+        codes = capabilities.coded_weights
         check_weights(weights, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(weights)
-        dtype = None if as_codes else self._dtypes[name]  # None: codes and scales keep their dtypes
-        sent = self._share(name, weights, version, dtype)
+        # Codes and scales keep their dtypes.
+        sent = self._share(name, weights, version, dtype=None if as_codes else capabilities.dtype)
         self.pool.update(NewestWeights({**self.pool.newest, name: sent}))
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
@@ -386,14 +378,10 @@ class EnginePool:
         )
         newest = NewestWeights({**self.pool.newest, name: asleep})
         # Whether now every engine that can sleep does.
-        sleepers = [key for key, engine in self.engines.items() if engine.capabilities.sleeps]
-        newest.is_resting = all(newest[sleeper].memory is None for sleeper in sleepers)
+        newest.is_resting = all(
+            newest[key].memory is None for key, engine in self.engines.items() if engine.capabilities.sleeps
+        )
         self.pool.update(newest)
-
-    def release(self) -> None:
-        """Close the pool if all of its engines are closed."""
-        if all(engine._is_closed for engine in self.engines.values()):
-            self.pool.close()
 
     def _share(
         self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
@@ -455,9 +443,11 @@ class PooledEngine(BackgroundEngine):
 
     def _begin(self, requests: Sequence[Request]) -> None:
         """Give the requests to the pool in chunks; errors name a chunk by the uid of its first request."""
-        chunks = _chunks(requests, self._pool.chunk)
         self._pool.pool.begin(
-            [(chunk[0].uid, self._chunk_request(chunk), lambda result: self._complete(*result)) for chunk in chunks]
+            [
+                (chunk[0].uid, self._chunk_request(chunk), lambda result: self._complete(*result))
+                for chunk in _chunks(requests, self._pool.chunk)
+            ]
         )
 
     def _chunk_request(self, chunk: Sequence[Request]) -> PeerRequest:
@@ -488,10 +478,8 @@ class PooledEngine(BackgroundEngine):
         }
         return PeerRequest(message=message, parse=lambda answer: _parse_generated(chunk, answer))
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says, which the hosts compute chunk by chunk."""
-        self._check_awake()
-        check_scores(rollouts, temperature, self.capabilities)
         message = {"do": "score", "engine": self._name, "temperature": temperature}
         # A request for each chunk of rollouts; errors name a request by the uid of its first rollout.
         requests = [
@@ -500,20 +488,18 @@ class PooledEngine(BackgroundEngine):
         ]
         return list(chain.from_iterable(self._pool.pool.results(requests)))
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of the weights that a host read.
 
         The call returns once all hosts in reach, at least one, hold the new weights. A host out of reach gets them
         before it gets another chunk of requests.
         """
-        self._check_idle()
-        digest = self._pool.replace(self._name, list(named_tensors), version, self.capabilities.coded_weights)
-        self._version, self._is_asleep = version, False
-        return digest
+        return self._pool.replace(self._name, weights, version)
 
     def _end(self) -> None:
         """Close the pool if no other engine of it is open."""
-        self._pool.release()
+        if all(engine._is_closed for engine in self._pool.engines.values()):
+            self._pool.pool.close()
 
 
 def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -7,10 +7,12 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from jackpot.core.errors import EngineError
 from jackpot.core.types import Rollout, Version
 from jackpot.rollout.engines.base import Capabilities, Engine, Request
-from jackpot.rollout.engines.checks import ASLEEP, check_request
+from jackpot.rollout.engines.checks import check_request, check_scores
 from jackpot.rollout.engines.draft_counts import DraftCounts
 
 
@@ -68,16 +70,11 @@ class InFlightRequests:
         self._uids.difference_update(rollout.uid for rollout in popped)
         return popped
 
-    def clear(self) -> None:
-        """Forget all requests and rollouts."""
-        self._uids.clear()
-        self._completed.clear()
-
 
 class QueuedEngine(Engine):
     """An engine that records its requests in flight and checks each call first; how it generates, a subclass decides.
 
-    The subclass sets `_capabilities` before the first request, and `_is_asleep` to False when it gets weights.
+    The subclass sets `_capabilities` before the first request.
     """
 
     _capabilities: Capabilities
@@ -118,6 +115,29 @@ class QueuedEngine(Engine):
     def _begin(self, requests: Sequence[Request]) -> None:
         """Start to generate requests, which are already checked and in flight, and return at once."""
 
+    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        self._check_awake()
+        check_scores(rollouts, temperature, self.capabilities)
+        return self._score(rollouts, temperature)
+
+    @abstractmethod
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+        """Return log-probs as `Engine.score` says, of rollouts that are already checked."""
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+        self._check_idle()
+        digest = self._take_weights([(name, tensor.detach()) for name, tensor in named_tensors], version)
+        self._version, self._is_asleep = version, False
+        return digest
+
+    @abstractmethod
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
+        """Replace all weights, and return the digest of the weights received; no request is in flight.
+
+        Raises:
+            EngineError: a name is missing, unknown or sent twice, or a shape differs. The old weights stay.
+        """
+
     def take_events(self) -> list[dict[str, Any]]:
         events = list(self._events)
         self._events.clear()  # the list itself stays, because others add events to it
@@ -151,7 +171,7 @@ class QueuedEngine(Engine):
         try:
             self._end()
         finally:
-            self._in_flight.clear()
+            self._in_flight = InFlightRequests()  # forgets all requests and rollouts
 
     @abstractmethod
     def _end(self) -> None:
@@ -173,4 +193,4 @@ class QueuedEngine(Engine):
         """Raise EngineError if the engine is closed or has failed, or if it sleeps."""
         self._check_open()
         if self._is_asleep:
-            raise EngineError(ASLEEP)
+            raise EngineError("the engine sleeps and has no weights; send them with update_weights first")

@@ -274,15 +274,14 @@ class Pool(Generic[AnyPeer]):
 
     def _fail(self, failure: EngineError) -> None:
         """End the pool: callers that wait for results, now or later, get the first failure as their error."""
-        is_first = self.failure is None
-        self.failure = self.failure or failure
+        if self.failure is None:
+            self.failure = failure
+            for listener in self.on_failure:
+                listener(failure)
 
         for future in self._futures:
             if not future.done():
                 future.set_exception(self.failure)
-        if is_first:
-            for listener in self.on_failure:
-                listener(failure)
 
         for task in self._tasks.values():
             task.cancel()
@@ -416,15 +415,13 @@ class Pool(Generic[AnyPeer]):
         peer.num_resent += 1
         if len(work.failures) < self._limits.attempts:
             self._queue.appendleft(work)
-            return
-
-        attempts = "; ".join(work.failures)
-        self._fail(
-            EngineError(
-                f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failures)} times ({attempts}); "
-                f"{self._limits.failing_advice}"
+        else:
+            self._fail(
+                EngineError(
+                    f"{work.uid} failed {self._limits.attempts_setting} = {len(work.failures)} times "
+                    f"({'; '.join(work.failures)}); {self._limits.failing_advice}"
+                )
             )
-        )
 
     def _log(self, event: str, peer: Peer, **details: Any) -> None:
         """Add an event about a peer, such as `server_lost`, for `take_events`."""

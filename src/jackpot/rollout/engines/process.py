@@ -37,7 +37,7 @@ _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 Start = Callable[[socket.socket], Awaitable[asyncio.subprocess.Process]]
 
 
-def make_starter(entry: str, environment: Mapping[str, str] | None = None) -> Start:
+def make_starter(entry: str, environment: Mapping[str, str]) -> Start:
     """Return a function that starts a Python program and hands a socket over to it.
 
     Args:
@@ -55,7 +55,7 @@ def make_starter(entry: str, environment: Mapping[str, str] | None = None) -> St
         paths = os.pathsep.join(path for path in sys.path if path)
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", entry, str(far_end.fileno())),
-            env={**inherited, "PYTHONPATH": paths, **(environment or {})},
+            env={**inherited, "PYTHONPATH": paths, **environment},
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=[far_end.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it, and it is killed with all that it starts

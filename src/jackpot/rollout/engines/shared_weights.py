@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,6 @@ _NAMES = {  # names of dtypes in a safetensors file
     torch.float8_e4m3fn: "F8_E4M3",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-Head = dict[str, dict[str, Any]]  # by tensor name, the entries `dtype`, `shape` and `data_offsets` of safetensors
-
-
-def _lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Head, int]:
-    """Lay out tensors in a file one after the other; return the place of each, and the size of all in bytes.
-
-    Args:
-        dtype: dtype that the tensors are cast to; None: each keeps its dtype.
-    """
-    head: Head = {}
-    end = 0
-    for name, tensor in tensors.items():
-        stored_dtype = dtype or tensor.dtype
-        begin, end = end, end + tensor.numel() * stored_dtype.itemsize
-        head[name] = {"dtype": _NAMES[stored_dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    return head, end
 
 
 class SharedWeights:
@@ -61,7 +45,13 @@ class SharedWeights:
             OSError: there is no room for the tensors.
         """
         tensors = dict(named_tensors)
-        head, size = _lay_out(tensors, dtype)
+        # The head of a safetensors file has the dtype, shape and place of each tensor, which lie one after the other.
+        head: dict[str, dict[str, Any]] = {}
+        size = 0  # of all tensors, bytes
+        for name, tensor in tensors.items():
+            stored_dtype = dtype or tensor.dtype
+            begin, size = size, size + tensor.numel() * stored_dtype.itemsize
+            head[name] = {"dtype": _NAMES[stored_dtype], "shape": list(tensor.shape), "data_offsets": [begin, size]}
 
         # A safetensors file: the length of the head in 8 bytes, the head as JSON, and the tensors.
         text = json.dumps({"__metadata__": {"format": "pt"}} | head).encode()

@@ -7,7 +7,7 @@ for the servers in `update_weights`. The pool (`engines/pool.py`) sends each pro
 import math
 import secrets
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from types import ModuleType
@@ -23,7 +23,7 @@ from jackpot.models.forward import output_layer
 from jackpot.models.load import DTYPES
 from jackpot.rollout.engines.background import BackgroundEngine
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.checks import check_request, check_weights
 from jackpot.rollout.engines.pool import PeerRequest, Pool, PoolLimits
 from jackpot.rollout.engines.servers.http import HTTPClient, open_session
 from jackpot.rollout.engines.servers.protocol import LogProbRequest, score_by_requests
@@ -144,10 +144,8 @@ class ServerEngine(BackgroundEngine):
             ),
         )
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says. At temperatures other than 1 each token takes one server request."""
-        self._check_open()
-        check_scores(rollouts, temperature, self.capabilities)
         for rollout in rollouts:
             self.protocol.check_temperature(temperature, f"the score of {rollout.uid}")
 
@@ -164,19 +162,15 @@ class ServerEngine(BackgroundEngine):
 
         return score_by_requests(rollouts, temperature, answers)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; return the digest of the file that the servers read.
 
         The call returns once all servers in reach, at least one, hold the new weights. A server out of reach gets them
         before its next request.
         """
-        self._check_idle()
-        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(weights, self._shapes)
-
         saved = self._save(weights)
         self._pool.update(saved)
-        self._version = version
         # Keep also the files that a server still reads.
         loading = [replica.loading for replica in self._pool.peers if replica.loading is not None]
         self._files.remove_except([saved, *loading])

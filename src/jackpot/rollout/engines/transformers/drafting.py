@@ -42,7 +42,7 @@ class RaggedRunner:
         """Take over the cache of `prefilled`, which has read the prompts of a model that `decodes_statically`."""
         cache = prefilled.cache
         assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
-        self._model, self._cache = model, cache
+        self._model, self.cache = model, cache
         self._windows = layer_windows(model.config)
         self._layers: list[RaggedKVLayer] = []
 
@@ -72,11 +72,7 @@ class RaggedRunner:
 
         first = torch.zeros_like(positions[:, :1])  # a query sees the columns from 0 to its own position
         masks = layer_masks(first, positions, length, self._windows, self._model.dtype)
-        return masked_forward(self._model, tokens, positions, self._cache, masks)
-
-    def reorder(self, order: Tensor) -> None:
-        """Replace row i by the old row `order[i]`; rows not in `order` leave the batch."""
-        self._cache.reorder_cache(order)
+        return masked_forward(self._model, tokens, positions, self.cache, masks)
 
 
 class DraftedBatch(DecodingBatch):
@@ -104,13 +100,11 @@ class DraftedBatch(DecodingBatch):
         self._num_drafts = torch.full_like(self._limits, num_drafts)  # [R], number of drafts in the next step
 
         self._prompt_lengths = torch.tensor([len(request.prompt.token_ids) for request in self._all_requests])  # [R]
-
-        def keys(use: str) -> Tensor:
-            """Return a random key for each request, from which the uniforms for one use, such as `draft`, are made."""
-            return key_tensor([fold_in(use, request.seed) for request in self._all_requests])
-
-        # [R, 3], keys of the streams _DRAFT, _ACCEPT and _OTHER
-        self._streams = torch.stack([keys("draft"), keys("accept draft"), keys("token")], dim=1)
+        # [R, 3], keys from which the uniforms of the streams _DRAFT, _ACCEPT and _OTHER are made
+        uses = ("draft", "accept draft", "token")
+        self._streams = torch.stack(
+            [key_tensor([fold_in(use, request.seed) for request in self._all_requests]) for use in uses], dim=1
+        )
         self._is_started = False
 
     @torch.no_grad()
@@ -122,10 +116,13 @@ class DraftedBatch(DecodingBatch):
         with threads_for(len(self._rows) * self._model.num_parameters()):
             # The first step reads the prompts, and has no drafts.
             if not self._num_generated:
-                self._counts.passes += len(self._rows)
-                self._counts.tokens += len(self._rows)
-                self._counts.read_alone += int(self._prompt_lengths.sum())
-                self._counts.read_by_policy += int(self._prompt_lengths.sum())
+                prompt_tokens = int(self._prompt_lengths.sum())
+                self._counts += DraftCounts(
+                    tokens=len(self._rows),
+                    passes=len(self._rows),
+                    read_alone=prompt_tokens,
+                    read_by_policy=prompt_tokens,
+                )
                 return super().step()
 
             if not self._is_started:
@@ -160,7 +157,7 @@ class DraftedBatch(DecodingBatch):
             super()._reorder(order)
         elif len(order):
             for runner in (self._policy, self._draft):
-                runner.reorder(upload(order, self._model.device))
+                runner.cache.reorder_cache(upload(order, self._model.device))
 
     def _positions(self, first: int, last: int) -> Tensor:
         """Return the positions from `first` to `last` tokens after each row's last token: [N, last - first + 1].
@@ -302,16 +299,18 @@ class DraftedBatch(DecodingBatch):
 
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
         """Count one pass of the policy in `DraftCounts`: [N] drafts, accepted drafts and new tokens of each row."""
-        counts, verifies = self._counts, drafted > 0  # [N], True for rows that have drafts
-        counts.tokens += int(num_new.sum())
-        counts.passes += len(num_new)
-        counts.verifications += int(verifies.sum())
-        counts.verified += int(num_new[verifies].sum())
-        # The accepted drafts and, if not all were accepted, the one that was rejected.
-        counts.judged += int(torch.minimum(accepted + 1, drafted).sum())
-        counts.accepted += int(accepted.sum())
-        counts.read_alone += int(num_new.sum())  # what the policy would read without drafts
-        # The policy reads each row's newest token and drafts. Where a row drafts, the draft model reads the last two
-        # tokens and all drafts but the last: one token more than there are drafts.
-        counts.read_by_policy += int(drafted.sum()) + len(drafted)
-        counts.read_by_draft += int(drafted[verifies].sum() + verifies.sum())
+        verifies = drafted > 0  # [N], True for rows that have drafts
+        self._counts += DraftCounts(
+            tokens=int(num_new.sum()),
+            passes=len(num_new),
+            verifications=int(verifies.sum()),
+            verified=int(num_new[verifies].sum()),
+            # The accepted drafts and, if not all were accepted, the one that was rejected.
+            judged=int(torch.minimum(accepted + 1, drafted).sum()),
+            accepted=int(accepted.sum()),
+            read_alone=int(num_new.sum()),  # what the policy would read without drafts
+            # The policy reads each row's newest token and drafts. Where a row drafts, the draft model reads the last
+            # two tokens and all drafts but the last: one token more than there are drafts.
+            read_by_policy=int(drafted.sum()) + len(drafted),
+            read_by_draft=int(drafted[verifies].sum() + verifies.sum()),
+        )

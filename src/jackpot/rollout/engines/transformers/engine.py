@@ -10,7 +10,7 @@ Status: supported.
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from itertools import groupby, islice
 
@@ -25,10 +25,9 @@ from jackpot.models.forward import output_layer
 from jackpot.models.packing import pack, rollout_lengths
 from jackpot.models.scoring import forward_rollouts, token_log_probs
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import check_scores
 from jackpot.rollout.engines.in_flight import QueuedEngine
 from jackpot.rollout.engines.transformers.attention import EXACT, EXACT_FP8, set_engine_attention
-from jackpot.rollout.engines.transformers.decoding import BatchSettings, DecodingBatch, batch_settings
+from jackpot.rollout.engines.transformers.decoding import DecodingBatch, batch_settings
 from jackpot.rollout.engines.transformers.drafting import DraftedBatch
 from jackpot.rollout.engines.transformers.static_decoding import (
     GraphCapture,
@@ -121,9 +120,11 @@ class TransformersEngine(QueuedEngine):
             return GraphCapture(model.device.type, self._events)
 
         # Only steps of `StaticBatch` can be captured; the tensors of other batches grow.
-        obstacle = f"{type(model).__name__} with these settings has no attention for it"
-        if self._draft is not None:
-            obstacle = "rows accept different numbers of drafts"
+        obstacle = (
+            f"{type(model).__name__} with these settings has no attention for it"
+            if self._draft is None
+            else "rows accept different numbers of drafts"
+        )
         self._events.append(decoding_event("growing", cuda_graphs=False, obstacle=obstacle))
         return None
 
@@ -147,10 +148,8 @@ class TransformersEngine(QueuedEngine):
         return self._in_flight.pop(n, uids)
 
     @torch.no_grad()
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says, from forward passes over several rollouts each."""
-        self._check_awake()
-        check_scores(rollouts, temperature, self.capabilities)
         model = self._weights.model
         scores: dict[int, Tensor] = {}  # by index in `rollouts`
         # Rollouts of similar length share a forward pass, so that it has little padding. `pack` cuts the sorted
@@ -165,13 +164,9 @@ class TransformersEngine(QueuedEngine):
 
         return [scores[index] for index in range(len(rollouts))]
 
-    @torch.no_grad()
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says; names are those of the model's `named_parameters()`."""
-        self._check_idle()
-        digest = self._weights.load(named_tensors)
-        self._version, self._is_asleep = version, False
-        return digest
+        return self._weights.load(weights)
 
     def _release(self) -> None:
         """Release the memory of the weights, on a GPU to other processes too; this has not been tried on a GPU."""
@@ -203,13 +198,9 @@ class TransformersEngine(QueuedEngine):
 
         The requests of a batch have equal `batch_settings` and `exact_drafts`.
         """
-
-        def shared(request: Request) -> tuple[BatchSettings, bool]:
-            """Return those settings of a request that must be equal within a batch."""
-            return batch_settings(request.sampling), request.exact_drafts
-
         # `alike` has the requests at the front of the queue whose settings are equal.
-        (_, is_exact), alike = next(groupby(self._queue, shared))
+        groups = groupby(self._queue, lambda request: (batch_settings(request.sampling), request.exact_drafts))
+        (_, is_exact), alike = next(groups)
         requests = list(islice(alike, self._settings.max_num_seqs))
         max_model_len = self.capabilities.max_model_len
 

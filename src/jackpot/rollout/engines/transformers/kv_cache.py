@@ -46,7 +46,7 @@ class BatchKVLayer(DynamicLayer):
             self._rows, self.is_initialized = len(key_states), True
         else:
             if self._length > self.keys.shape[-2]:
-                self._reallocate(slice(0, self._rows), start)
+                self._reallocate(torch.arange(self._rows, device=self.keys.device), start)
             self.keys[: self._rows, :, start : self._length] = key_states
             self.values[: self._rows, :, start : self._length] = value_states
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
@@ -69,20 +69,16 @@ class BatchKVLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._length
 
-    def _reallocate(self, rows: Tensor | slice, length: int) -> None:
+    def _reallocate(self, rows: Tensor, length: int) -> None:
         """Copy the first `length` tokens of some rows to new buffers with room for more tokens."""
         self.keys = self._grown(self.keys[:, :, :length], rows)
         self.values = self._grown(self.values[:, :, :length], rows)
 
-    def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+    def _grown(self, states: Tensor, rows: Tensor) -> Tensor:
         """Return a larger buffer that begins with some rows of keys or values, [N, heads, S, D]."""
         _, heads, length, size = states.shape
-        num_rows = len(rows) if isinstance(rows, Tensor) else len(states[rows])
-        buffer = states.new_empty(num_rows, heads, grown_length(length, self._max_length), size)
-        if isinstance(rows, Tensor):
-            torch.index_select(states, 0, rows, out=buffer[:, :, :length])  # straight into the buffer, without a copy
-        else:
-            buffer[:, :, :length] = states[rows]
+        buffer = states.new_empty(len(rows), heads, grown_length(length, self._max_length), size)
+        torch.index_select(states, 0, rows, out=buffer[:, :, :length])  # straight into the buffer, without a copy
         return buffer
 
 
@@ -127,7 +123,7 @@ class RaggedKVLayer(BatchKVLayer):
             length: number of columns that attention reads from now on; at least 1 + the last column of any row.
         """
         if length > self.keys.shape[2]:  # the buffers are too small: keep the columns in use so far
-            self._reallocate(slice(0, self._rows), self._length)
+            self._reallocate(torch.arange(self._rows, device=self.keys.device), self._length)
         self._columns, self._length = columns, length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -141,7 +137,7 @@ class RaggedKVLayer(BatchKVLayer):
         self.values[: self._rows].scatter_(2, columns.expand_as(value_states), value_states)
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
 
-    def _grown(self, states: Tensor, rows: Tensor | slice) -> Tensor:
+    def _grown(self, states: Tensor, rows: Tensor) -> Tensor:
         """Return a larger buffer as `BatchKVLayer._grown` does, with 0 in its new columns."""
         buffer = super()._grown(states, rows)
         buffer[:, :, states.shape[2] :] = 0.0  # finite, since attention multiplies hidden columns by 0

@@ -259,9 +259,8 @@ class StaticBatch(DecodingBatch):
         self._padding, self._room = self._padding[order], room
         self._slots = torch.arange(len(order))
 
-        size = 2 + 2 * self._settings.num_top_log_probs
         # For each of the newest steps, the draw of every row (token, log-prob and top-k list), packed by `pack_draw`.
-        self._draws = torch.empty(STEPS, len(order), size, dtype=torch.int32, device=device)
+        self._draws = torch.empty(STEPS, len(order), self._records.shape[-1], dtype=torch.int32, device=device)
 
     def _moved(self, states: Tensor, order: Tensor, room: int) -> Tensor:
         """Return the rows `order` of keys or values, [N, heads, S, D], in new memory for `room` columns."""

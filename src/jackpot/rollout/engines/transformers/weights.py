@@ -1,6 +1,6 @@
 """The weights of an engine's model: loading, releasing and, where the settings say so, quantizing them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class ModelWeights:
             tensor.data = tensor.new_empty(0)
 
     @torch.no_grad()
-    def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str:
+    def load(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Replace all weights, and return the digest of the weights as loaded; released tensors get memory again.
 
         Nothing is written before all tensors are checked, so an error leaves the model as it was. Weights are cast to
@@ -87,7 +87,6 @@ class ModelWeights:
         Raises:
             EngineError: a name is missing, unknown or sent twice, or a shape differs.
         """
-        weights = list(named_tensors)
         check_weights(weights, self._shapes, self.coded_weights)
         as_codes = self.coded_weights is not None and self.coded_weights.are_in(weights)
 

@@ -15,7 +15,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -35,7 +35,7 @@ from jackpot.models.hub import resolve_path
 from jackpot.models.load import DTYPES, eos_token_ids, load_meta_model, load_model
 from jackpot.rollout.engines.background import ThreadEngine
 from jackpot.rollout.engines.base import Capabilities, Request
-from jackpot.rollout.engines.checks import check_request, check_scores, check_weights
+from jackpot.rollout.engines.checks import check_request, check_weights
 from jackpot.rollout.engines.servers.protocol import LogProbRequest, make_rollout, score_by_requests
 from jackpot.rollout.engines.vllm.drafts import count_drafts, draft_arguments, repair_sampling
 from jackpot.rollout.engines.vllm.library import (
@@ -131,18 +131,16 @@ class VLLMEngine(ThreadEngine):
     def _begin(self, requests: Sequence[Request]) -> None:
         self._post(partial(self._add_all, requests, self._version, torch.get_num_threads()))
 
-    def score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
+    def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says; at temperatures other than 1 each token takes one vLLM request.
 
         The call waits until no response is unfinished, because in one step vLLM returns either the top log-probs of all
         requests or the log-probs of tokens that are asked for.
         """
-        self._check_open()
         with self._changed:  # a condition that is notified when a response ends or generation fails
             self._changed.wait_for(lambda: not self._in_flight.num_unfinished or self._failure is not None)
+        self._check_open()
 
-        self._check_awake()
-        check_scores(rollouts, temperature, self.capabilities)
         for rollout in rollouts:
             check_temperature(temperature, f"the score of {rollout.uid}")
 
@@ -167,16 +165,15 @@ class VLLMEngine(ThreadEngine):
         self._post(add_all)
         return [self._wait(future) for future in futures]
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
+    def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
         """Replace all weights as `Engine.update_weights` says.
 
         vLLM holds some weights fused or packed, so the digest is computed from the tensors that vLLM is given: codes
         and scales where these are sent. Engines for which this engine's model drafts get the new weights too.
         """
         followers = [engine for engine in self._followers if not engine._is_closed]
-        for engine in (self, *followers):
+        for engine in followers:
             engine._check_idle()
-        weights = [(name, tensor.detach()) for name, tensor in named_tensors]
         check_weights(weights, self._shapes, self.capabilities.coded_weights)
 
         self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
@@ -184,8 +181,6 @@ class VLLMEngine(ThreadEngine):
         for engine in followers:
             engine._update_draft(weights)
         self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
-
-        self._version = version
         return digest
 
     def _synchronize(self) -> None:
