@@ -29,10 +29,11 @@ class SGLangClient(HTTPClient):
         def parse(body: Any) -> dict[str, str]:
             """Join the checksums of all ranks, under keys RANK:NAME."""
             check_success(body)
-            checksums: dict[str, str] = {}
-            for rank, info in enumerate(body["ranks"]):
-                checksums |= {f"{rank}:{name}": value for name, value in dict(info["checksums"]).items()}
-            return checksums
+            return {
+                f"{rank}:{name}": checksum
+                for rank, info in enumerate(body["ranks"])
+                for name, checksum in dict(info["checksums"]).items()
+            }
 
         body = {"action": "checksum"}
         return await self._call("POST", "/weights_checker", body, parse=parse, seconds=self._long_seconds)
