@@ -110,9 +110,12 @@ class WeightsFolder:
         tensors = dict(read_weights(folder / "model.safetensors"))
 
         plain = ((name, weights[name] if name in quantized else tensors[name]) for name in weights)
-        digest = weights_digest(plain, self._dtype)
-        checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
-        return SavedWeights(version=version, folder=folder, digest=digest, checksums=checksums)
+        return SavedWeights(
+            version=version,
+            folder=folder,
+            digest=weights_digest(plain, self._dtype),
+            checksums={name: _checksum(tensor) for name, tensor in tensors.items()},
+        )
 
     def remove_except(self, needed: Sequence[SavedWeights]) -> None:
         """Remove the files of all weights but those of `needed`."""

@@ -59,5 +59,11 @@ class SGLangClient(HTTPClient):
     async def generate(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
         """Return the response to one prompt, converted by `parse`, which may run on another thread."""
         sampling = body["sampling_params"]
-        max_bytes = answer_bytes(len(body["input_ids"]), sampling["max_new_tokens"], body["top_logprobs_num"])
-        return await self._call("POST", "/generate", body, parse=parse, seconds=self._long_seconds, max_bytes=max_bytes)
+        return await self._call(
+            "POST",
+            "/generate",
+            body,
+            parse=parse,
+            seconds=self._long_seconds,
+            max_bytes=answer_bytes(len(body["input_ids"]), sampling["max_new_tokens"], body["top_logprobs_num"]),
+        )
