@@ -182,7 +182,7 @@ class VLLMEngine(ThreadEngine):
         self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
         digest = self._call(lambda: self._replace_weights(weights))
         for engine in followers:
-            engine._update_draft(weights)
+            engine._call(partial(engine._replace_draft_weights, weights))
         self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
 
         self._version = version
@@ -192,16 +192,6 @@ class VLLMEngine(ThreadEngine):
         """Wait until the GPU, if there is one, has done the work of all streams."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _update_draft(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Replace the weights of vLLM's copy of the draft model; raise EngineError if not all of them arrived."""
-        digest = self._call(lambda: self._replace_draft_weights(weights))
-        expected = weights_digest(weights, self._dtype)
-        if digest != expected:
-            raise EngineError(
-                f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
-                f"{expected[:12]}. Leave engine.draft out, or use engine=transformers"
-            )
 
     def _release(self) -> None:
         """Release the memory of weights and cache."""
@@ -375,12 +365,18 @@ class VLLMEngine(ThreadEngine):
 
         return digest.hexdigest()
 
-    def _replace_draft_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
-        """Have vLLM's draft model load new weights; return the digest of the tensors that the model has taken."""
-        digest = WeightsDigest(self._dtype)
-        self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(weights)),))
+    def _replace_draft_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Have vLLM's draft model load new weights; raise EngineError if the model has not taken all of them."""
+        taken = WeightsDigest(self._dtype)
+        self._llm.collective_rpc(reload_draft, args=(taken.watch(self._cast(weights)),))
         self._forget_states()
-        return digest.hexdigest()
+
+        digest, expected = taken.hexdigest(), weights_digest(weights, self._dtype)
+        if digest != expected:
+            raise EngineError(
+                f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
+                f"{expected[:12]}. Leave engine.draft out, or use engine=transformers"
+            )
 
     def _cast(self, weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the engine's dtype."""
