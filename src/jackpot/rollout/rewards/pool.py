@@ -274,10 +274,17 @@ class _Worker:
         with worker_end:  # closed here once the process has it
             # Processes that the function starts inherit this variable, by which `end` finds and kills them.
             self._mark = secrets.token_hex(8)
-            passed = [name for name in os.environ if _SAFE_VARIABLES.fullmatch(name) or name in environment]
-            variables = {name: os.environ[name] for name in passed} | {_MARK: self._mark}
-            command = [sys.executable, "-c", _ENTRY, path]
-            self.process = Popen(command, stdin=worker_end.fileno(), start_new_session=True, env=variables)
+            passed = {
+                name: value
+                for name, value in os.environ.items()
+                if _SAFE_VARIABLES.fullmatch(name) or name in environment
+            }
+            self.process = Popen(
+                [sys.executable, "-c", _ENTRY, path],
+                stdin=worker_end.fileno(),
+                start_new_session=True,
+                env={**passed, _MARK: self._mark},
+            )
         self.is_async = self.is_shared = False  # set by `begin`; is_shared: all calls go to one process
 
     def begin(self, function: str, timeout: float, memory: float) -> None:

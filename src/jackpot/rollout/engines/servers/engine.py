@@ -151,12 +151,11 @@ class ServerEngine(BackgroundEngine):
 
         def answers(requests: Sequence[tuple[str, LogProbRequest]]) -> list[list[float]]:
             """Have the servers return the log-probs that each request asks for."""
-            parse = self.protocol.parse_log_probs
-            bodies = [self.protocol.log_prob_body(request) for _, request in requests]
+            body_of, parse = self.protocol.log_prob_body, self.protocol.parse_log_probs
             return self._pool.results(
                 [
-                    (uid, PeerRequest(message=body, parse=partial(parse, request=request, uid=uid)))
-                    for body, (uid, request) in zip(bodies, requests, strict=True)
+                    (uid, PeerRequest(message=body_of(request), parse=partial(parse, request=request, uid=uid)))
+                    for uid, request in requests
                 ]
             )
 

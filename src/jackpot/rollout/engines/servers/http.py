@@ -9,14 +9,13 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from jackpot.config.engines import is_loopback
 from jackpot.core.errors import EngineError
 from jackpot.core.package import install
-from jackpot.rollout.engines.pool import PeerLost
+from jackpot.rollout.engines.pool import PeerLost, Result
 
-Result = TypeVar("Result")
 _ANSWER_BYTES = 1 << 26  # largest answer other than a completion, such as a list of checksums
 _CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon after it is larger than allowed
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown

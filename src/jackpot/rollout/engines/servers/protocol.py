@@ -91,7 +91,15 @@ def checked_rollout(
         EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
     """
     token_ids = [token for (token, _), *_ in rows]  # the first pair of a row is that of the sampled token
-    _check_end(finish_reason, token_ids, max_tokens, stop_token_ids, request.uid, remedies.wrong_end)
+    length = len(token_ids)
+
+    # A response must end at a stop token, or at its largest length.
+    if (finish_reason == "length" and length != max_tokens) or not 0 < length <= max_tokens:
+        raise EngineError(f"the server ended {request.uid} after {length} tokens of {max_tokens}: {remedies.wrong_end}")
+    if finish_reason == "stop" and token_ids[-1] not in stop_token_ids:
+        raise EngineError(
+            f"the server ended {request.uid} at token {token_ids[-1]}, which is not a stop token: {remedies.wrong_end}"
+        )
 
     # Token ids and log-probs [T, 1 + K], from the (token, log-prob) pairs of all positions.
     shape = (len(rows), 1 + request.sampling.num_top_log_probs)
@@ -139,16 +147,6 @@ def check_answer(finish_reason: str, received: Sequence[int], prompt: Sequence[i
         )
     if finish_reason not in _FINISHES:
         raise ValueError(f"cut short, its finish_reason is {finish_reason!r}")
-
-
-def _check_end(
-    finish_reason: str, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], uid: str, advice: str
-) -> None:
-    """Raise EngineError for a response that ended neither at a stop token nor at its largest length, `max_tokens`."""
-    if (finish_reason == "length" and len(token_ids) != max_tokens) or not 0 < len(token_ids) <= max_tokens:
-        raise EngineError(f"the server ended {uid} after {len(token_ids)} tokens of {max_tokens}: {advice}")
-    if finish_reason == "stop" and token_ids[-1] not in stop_token_ids:
-        raise EngineError(f"the server ended {uid} at token {token_ids[-1]}, which is not a stop token: {advice}")
 
 
 def log_prob_row(
@@ -221,15 +219,13 @@ class LogProbRequest:
 def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbRequest]:
     """Return the requests for the log-probs of a rollout's response tokens: one at temperature 1, else one a token."""
     tokens = rollout.token_ids.tolist()
-    text = (*rollout.prompt.token_ids, *tokens)
-    prompt_length = len(rollout.prompt.token_ids)
     # Positions in the response for which requests are made. At temperature 1 the request for the last token returns the
     # log-probs of all response tokens before it too.
     positions = [len(tokens) - 1] if temperature == 1.0 else range(len(tokens))
 
     return [
         LogProbRequest(
-            prompt=text[: prompt_length + position],
+            prompt=(*rollout.prompt.token_ids, *tokens[:position]),
             token=tokens[position],
             num_prompt_log_probs=position if temperature == 1.0 else 0,
             temperature=temperature,
@@ -250,15 +246,7 @@ def score_by_requests(
             log-probs for each request, in order: those of the last tokens of the request's `prompt`, then that of its
             `token`.
     """
-    by_rollout = [log_prob_requests(rollout, temperature) for rollout in rollouts]
-    named_requests: list[tuple[str, LogProbRequest]] = []
-    for rollout, requests in zip(rollouts, by_rollout, strict=True):
-        named_requests += [(rollout.uid, request) for request in requests]
-
-    results = iter(answers(named_requests))  # a list of log-probs for each request
-    scores = []
-    for requests in by_rollout:
-        # The lists of a rollout's requests, one after the other, are the log-probs of its response tokens.
-        log_probs = chain.from_iterable(islice(results, len(requests)))
-        scores.append(torch.tensor(list(log_probs), dtype=torch.float32))
-    return scores
+    requests = [(rollout.uid, request) for rollout in rollouts for request in log_prob_requests(rollout, temperature)]
+    # The answers, one after the other, are the log-probs of the response tokens of one rollout after the other.
+    log_probs = chain.from_iterable(answers(requests))
+    return [torch.tensor([*islice(log_probs, len(rollout.token_ids))], dtype=torch.float32) for rollout in rollouts]

@@ -72,7 +72,9 @@ class Replica(Peer):
             else:
                 await self._inspect()
             if self._sent_weights is not newest:
-                await self._update(newest)
+                self.weights = self._sent_weights = None  # until it is updated, it counts as one without weights
+                await self._load(newest)
+                self._sent_weights, self._was_updated = newest, True
         finally:
             self.loading = None
 
@@ -147,12 +149,6 @@ class Replica(Peer):
         if (version := await self._weight_version()) != expected.version:
             raise PeerLost(f"it holds {version!r} and not the weights {expected.version} that it was given")
 
-    async def _update(self, weights: SavedWeights) -> None:
-        """Replace the server's weights; until that is done, the server counts as one without weights."""
-        self.weights = self._sent_weights = None
-        await self._load(weights)
-        self._sent_weights, self._was_updated = weights, True
-
     async def run(self, request: PeerRequest) -> Any:
         """Return the parsed answer to a request as `Peer.run` says, once the server confirms its weights."""
         assert self.weights is not None  # a peer without them is given no request
@@ -170,6 +166,5 @@ class Replica(Peer):
             if self._checks_passed > begun:  # another call's check, which began after this call
                 return
             self._checks_begun += 1
-            number = self._checks_begun
             await self._check_version(weights)
-            self._checks_passed = number
+            self._checks_passed = self._checks_begun  # still the number of this check: the lock lets no other begin

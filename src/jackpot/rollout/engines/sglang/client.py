@@ -29,10 +29,11 @@ class SGLangClient(HTTPClient):
         def parse(body: Any) -> dict[str, str]:
             """Join the checksums of all ranks, under keys RANK:NAME."""
             check_success(body)
-            checksums: dict[str, str] = {}
-            for rank, info in enumerate(body["ranks"]):
-                checksums |= {f"{rank}:{name}": value for name, value in dict(info["checksums"]).items()}
-            return checksums
+            return {
+                f"{rank}:{name}": checksum
+                for rank, info in enumerate(body["ranks"])
+                for name, checksum in dict(info["checksums"]).items()
+            }
 
         body = {"action": "checksum"}
         return await self._call("POST", "/weights_checker", body, parse=parse, seconds=self._long_seconds)
@@ -58,5 +59,11 @@ class SGLangClient(HTTPClient):
     async def generate(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
         """Return the response to one prompt, converted by `parse`, which may run on another thread."""
         sampling = body["sampling_params"]
-        max_bytes = answer_bytes(len(body["input_ids"]), sampling["max_new_tokens"], body["top_logprobs_num"])
-        return await self._call("POST", "/generate", body, parse=parse, seconds=self._long_seconds, max_bytes=max_bytes)
+        return await self._call(
+            "POST",
+            "/generate",
+            body,
+            parse=parse,
+            seconds=self._long_seconds,
+            max_bytes=answer_bytes(len(body["input_ids"]), sampling["max_new_tokens"], body["top_logprobs_num"]),
+        )

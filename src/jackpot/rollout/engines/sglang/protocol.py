@@ -92,20 +92,18 @@ def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
 
 def _body(prompt: Sequence[int], **sampling: Any) -> dict[str, Any]:
     """Return the body of a call with the given sampling parameters, and with all others at values without effect."""
-    sampling_params = {
-        **NEUTRAL,
-        "top_p": 1.0,
-        "top_k": -1,  # all tokens
-        "min_new_tokens": 0,
-        "n": 1,
-        "ignore_eos": False,
-        "no_stop_trim": True,
-        **sampling,
-    }
-
     return {
         "input_ids": list(prompt),
-        "sampling_params": sampling_params,
+        "sampling_params": {
+            **NEUTRAL,
+            "top_p": 1.0,
+            "top_k": -1,  # all tokens
+            "min_new_tokens": 0,
+            "n": 1,
+            "ignore_eos": False,
+            "no_stop_trim": True,
+            **sampling,
+        },
         "return_logprob": True,
         "logprob_start_len": -1,  # no log-probs of the prompt
         "top_logprobs_num": 0,

@@ -87,15 +87,14 @@ class VLLMClient(HTTPClient):
 
     async def complete(self, body: Mapping[str, Any], parse: Callable[[Any], Result]) -> Result:
         """Return the completion of one prompt, converted by `parse`, which may run on another thread."""
-        max_bytes = answer_bytes(
-            num_prompt=len(body["prompt"]), num_response=body["max_tokens"], num_top=body.get("logprobs") or 0
-        )
         return await self._call(
             "POST",
             "/v1/completions",
             body,
             parse=parse,
             seconds=self._long_seconds,
-            max_bytes=max_bytes,
+            max_bytes=answer_bytes(
+                num_prompt=len(body["prompt"]), num_response=body["max_tokens"], num_top=body.get("logprobs") or 0
+            ),
             missing_route_advice=URLS_ADVICE,
         )

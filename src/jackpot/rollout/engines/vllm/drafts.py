@@ -35,20 +35,18 @@ def draft_arguments(num_drafts: int, folder: str, max_num_seqs: int, max_model_l
         max_num_seqs: most requests in a batch.
         max_model_len: context length of both models, tokens.
     """
-    speculative_config = {
-        "method": "draft_model",
-        "model": folder,
-        "num_speculative_tokens": num_drafts,
-        # An equal number for every batch size. Without this setting vLLM adds empty drafts to a request that has one
-        # token left to read. In such a step it verifies the drafts of the whole batch by another method, also exact,
-        # so a response would depend on its batch.
-        "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, num_drafts)],
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "standard",
-    }
-
     return {
-        "speculative_config": speculative_config,
+        "speculative_config": {
+            "method": "draft_model",
+            "model": folder,
+            "num_speculative_tokens": num_drafts,
+            # An equal number for every batch size. Without this setting vLLM adds empty drafts to a request that has
+            # one token left to read. In such a step it verifies the drafts of the whole batch by another method, also
+            # exact, so a response would depend on its batch.
+            "num_speculative_tokens_per_batch_size": [(1, max_num_seqs, num_drafts)],
+            "draft_sample_method": "probabilistic",
+            "rejection_sample_method": "standard",
+        },
         "per_request_spec_decode_metrics": "detailed",
         "max_model_len": max_model_len,
         # A step has room for each request's token, its drafts, and one token that only the draft model reads.

@@ -159,7 +159,7 @@ class VLLMEngine(ThreadEngine):
         def add_all() -> None:
             """Give vLLM all requests, each with a handler that sets the request's future."""
             for (_, request), future in zip(requests, futures, strict=True):
-                handler = _log_prob_handler(request.num_prompt_log_probs, future)
+                handler = partial(_set_log_probs, future, request.num_prompt_log_probs)
                 self._add(request.prompt, log_prob_params(request), handler)
 
         self._post(add_all)
@@ -179,7 +179,7 @@ class VLLMEngine(ThreadEngine):
         self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
         digest = self._call(lambda: self._replace_weights(weights))
         for engine in followers:
-            engine._update_draft(weights)
+            engine._call(partial(engine._replace_draft_weights, weights))
         self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
         return digest
 
@@ -187,16 +187,6 @@ class VLLMEngine(ThreadEngine):
         """Wait until the GPU, if there is one, has done the work of all streams."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _update_draft(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Replace the weights of vLLM's copy of the draft model; raise EngineError if not all of them arrived."""
-        digest = self._call(lambda: self._replace_draft_weights(weights))
-        expected = weights_digest(weights, self._dtype)
-        if digest != expected:
-            raise EngineError(
-                f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
-                f"{expected[:12]}. Leave engine.draft out, or use engine=transformers"
-            )
 
     def _release(self) -> None:
         """Release the memory of weights and cache."""
@@ -304,7 +294,8 @@ class VLLMEngine(ThreadEngine):
         for request in requests:
             sampling_params = to_sampling_params(request, self._eos_token_ids, self.capabilities.max_model_len)
             top = _TopLogProbs()
-            internal_id = self._add(request.prompt.token_ids, sampling_params, self._handler(request, version, top))
+            handler = partial(self._finish, request, version, top)
+            internal_id = self._add(request.prompt.token_ids, sampling_params, handler)
             state = self._llm.output_processor.request_states[internal_id]
             state.logprobs_processor.update_from_output = top.add
 
@@ -325,21 +316,20 @@ class VLLMEngine(ThreadEngine):
             if output.finished:
                 self._handlers.pop(output.request_id)(output)
 
-    def _handler(self, request: Request, version: Version, top: "_TopLogProbs") -> Callable[[Any], None]:
-        """Return a function that completes the request from vLLM's output and the log-probs collected in `top`."""
+    def _finish(self, request: Request, version: Version, top: "_TopLogProbs", output: Any) -> None:
+        """Hand the rollout in vLLM's finished output, and the counts of its drafts, to the caller's thread.
 
-        def handle(output: Any) -> None:
-            """Hand the rollout in vLLM's finished output, and the counts of its drafts, to the caller's thread."""
-            response = output.outputs[0]
-            length, prompt_length = len(response.token_ids), len(request.prompt.token_ids)
-            # Each token of the response has the log-probs of itself and of the top tokens.
-            ids, log_probs = top.arrays(length, width=1 + request.sampling.num_top_log_probs)
-            rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
-            metrics = response.spec_decode_metrics  # None without a draft model
-            drafts = count_drafts(prompt_length, length, metrics) if metrics else None
-            self._complete([rollout], drafts)
-
-        return handle
+        Args:
+            top: the log-probs of the response, which were collected while it was generated.
+        """
+        response = output.outputs[0]
+        length, prompt_length = len(response.token_ids), len(request.prompt.token_ids)
+        # Each token of the response has the log-probs of itself and of the top tokens.
+        ids, log_probs = top.arrays(length, width=1 + request.sampling.num_top_log_probs)
+        rollout = make_rollout(request, response.token_ids, ids, log_probs, response.finish_reason, version)
+        metrics = response.spec_decode_metrics  # None without a draft model
+        drafts = count_drafts(prompt_length, length, metrics) if metrics else None
+        self._complete([rollout], drafts)
 
     def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
@@ -370,12 +360,18 @@ class VLLMEngine(ThreadEngine):
 
         return digest.hexdigest()
 
-    def _replace_draft_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
-        """Have vLLM's draft model load new weights; return the digest of the tensors that the model has taken."""
-        digest = WeightsDigest(self._dtype)
-        self._llm.collective_rpc(reload_draft, args=(digest.watch(self._cast(weights)),))
+    def _replace_draft_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Have vLLM's draft model load new weights; raise EngineError if the model has not taken all of them."""
+        taken = WeightsDigest(self._dtype)
+        self._llm.collective_rpc(reload_draft, args=(taken.watch(self._cast(weights)),))
         self._forget_states()
-        return digest.hexdigest()
+
+        digest, expected = taken.hexdigest(), weights_digest(weights, self._dtype)
+        if digest != expected:
+            raise EngineError(
+                f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
+                f"{expected[:12]}. Leave engine.draft out, or use engine=transformers"
+            )
 
     def _cast(self, weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the engine's dtype."""
@@ -457,16 +453,11 @@ class _TopLogProbs:
         )
 
 
-def _log_prob_handler(num_prompt_log_probs: int, future: Future) -> Callable[[Any], None]:
-    """Return a function that sets a future from vLLM's output of a `LogProbRequest`.
+def _set_log_probs(future: Future, num_prompt_log_probs: int, output: Any) -> None:
+    """Set a future to the log-probs in vLLM's finished output of a `LogProbRequest`.
 
     The result is the list of the log-probs of the last `num_prompt_log_probs` prompt tokens and of the request's token.
     """
-
-    def handle(output: Any) -> None:
-        """Set the future to the log-probs in vLLM's finished output."""
-        of_prompt = output.prompt_logprobs.logprobs[-num_prompt_log_probs:] if num_prompt_log_probs else []
-        # Entry 0 belongs to the sampled token, entry 1 to the request's token.
-        future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])
-
-    return handle
+    of_prompt = output.prompt_logprobs.logprobs[-num_prompt_log_probs:] if num_prompt_log_probs else []
+    # Entry 0 belongs to the sampled token, entry 1 to the request's token.
+    future.set_result([*of_prompt, output.outputs[0].logprobs.logprobs[1]])

@@ -91,13 +91,16 @@ _COMMON = {"return_token_ids": True, "return_tokens_as_token_ids": True, "stream
 
 def generate_body(request: Request, eos_token_ids: Sequence[int], max_model_len: int) -> dict[str, Any]:
     """Return the body of the completions call that generates the response to a request, without the model's name."""
-    sampling_params = to_sampling_params(request, eos_token_ids, max_model_len)
-    return _COMMON | sampling_params | {"prompt": list(request.prompt.token_ids)}
+    return {
+        **_COMMON,
+        **to_sampling_params(request, eos_token_ids, max_model_len),
+        "prompt": list(request.prompt.token_ids),
+    }
 
 
 def log_prob_body(request: LogProbRequest) -> dict[str, Any]:
     """Return the body of the completions call of a `LogProbRequest`, without the model's name."""
-    return _COMMON | log_prob_params(request) | {"logprobs": 0, "prompt": list(request.prompt)}
+    return {**_COMMON, **log_prob_params(request), "logprobs": 0, "prompt": list(request.prompt)}
 
 
 def parse_answer(

@@ -61,10 +61,20 @@ _SI = {  # by symbol, the names of a unit; symbols and names may have a prefix s
     "cal": "calorie",
     "Ω": "ohm",
 }
-_PREFIXES = {"": "", "k": "kilo", "M": "mega", "G": "giga", "c": "centi", "d": "deci", "m": "milli"}
-_PREFIXES |= {"\N{GREEK SMALL LETTER MU}": "micro", "\N{MICRO SIGN}": "micro", "n": "nano", "p": "pico"}
-_CANONICAL = {word: unit for unit, words in _UNITS.items() for word in words.split()}
-_CANONICAL |= {
+_PREFIXES = {
+    "": "",
+    "k": "kilo",
+    "M": "mega",
+    "G": "giga",
+    "c": "centi",
+    "d": "deci",
+    "m": "milli",
+    "\N{GREEK SMALL LETTER MU}": "micro",
+    "\N{MICRO SIGN}": "micro",
+    "n": "nano",
+    "p": "pico",
+}
+_CANONICAL = {word: unit for unit, words in _UNITS.items() for word in words.split()} | {
     long + name: long + names.split()[0]
     for names in _SI.values()
     for name in names.split()
