@@ -88,11 +88,11 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
 
 def _single_settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (parts of the key, value) of every setting in an override; a block with a name or source stays whole."""
-    if not isinstance(override, Mapping) or not override or _class_key(override):
+    if isinstance(override, Mapping) and override and not _class_key(override):
+        for name, value in override.items():
+            yield from _single_settings(value, (*key, name))
+    else:
         yield key, override
-        return
-    for name, value in override.items():
-        yield from _single_settings(value, (*key, name))
 
 
 def _decides(value: Any, key: Sequence[str]) -> bool:
@@ -147,8 +147,7 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
             # All settings of the other block but those that the mark excludes; the block's own win over them.
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
-            filled = merge(inherited, block)
-            settings = merge(settings, nest(key, filled))
+            settings = merge(settings, nest(key, merge(inherited, block)))
     return settings
 
 
