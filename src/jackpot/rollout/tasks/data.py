@@ -185,23 +185,15 @@ class Problems:
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
         """Read the usable rows, with at most `limit` prompt tokens by `measure` (None: any), and refuse equal ids."""
-        self.counts = RowCounts()
-        self._rows = list(_kept(source, measure, limit, self.counts))
+        self.source, self.counts = source, RowCounts()
+        self.rows = list(_kept(source, measure, limit, self.counts))
         earlier: dict[str, DataRow] = {}
-        for row in self._rows:
+        for row in self.rows:
             if (twin := earlier.setdefault(row.uid, row)) is not row:
                 raise DataError(
                     f"{row.where} has the id {row.uid!r}, as {twin.where} has; ids must differ: fix the data, or set "
                     f"columns.uid to another column, or to row, which makes ids of the row's number"
                 )
-
-    @property
-    def size(self) -> int:
-        """Return the number of problems."""
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> DataRow:
-        return self._rows[index]
 
 
 def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:
