@@ -234,8 +234,10 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             keys = keys_of(kind)
             names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
             if key in keys:  # another class of the block has the setting
-                hint = f"jackpot config {key} says which have it"
-                return f"unknown setting {key!r} of this choice; {hint}. Valid: {', '.join(sorted(names))}"
+                return (
+                    f"unknown setting {key!r} of this choice; jackpot config {key} says which have it. Valid: "
+                    f"{', '.join(sorted(names))}"
+                )
             if similar := similar_settings(key, keys):
                 return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
             return unknown_name("setting", key, names)

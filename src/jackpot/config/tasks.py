@@ -20,6 +20,7 @@ from jackpot.config.base import (
     Strict,
     by_name,
 )
+from jackpot.core.errors import repeated
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of `columns.uid` that makes the number of a row the id of its problem
@@ -230,12 +231,11 @@ class QuestionConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         """Refuse a reward that is given twice, and rewards that all have weight 0."""
-        names = [reward.name for reward in self.rewards]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = repeated([reward.name for reward in self.rewards])
         return [
             (
                 twice,
-                f"rewards: {', '.join(twice)} is given more than once; give it once, with its weight",
+                f"rewards: {', '.join(sorted(twice))} is given more than once; give it once, with its weight",
             ),
             (
                 not any(reward.weight for reward in self.rewards),

@@ -101,8 +101,7 @@ class Sampler:
         The batch does not depend on the order in which responses ended. With `batch.filter_groups`, groups with equal
         rewards are used only where too few other groups are left after the last generation batch that is allowed.
         """
-        batch_under_way = self._under_way.pop(iteration, None) or self._submit(iteration)
-        batches = self._complete(iteration, batch_under_way)
+        batches = self._complete(iteration, self._under_way.pop(iteration, None) or self._submit(iteration))
 
         for batch in batches:
             for uid, reason in batch.discarded.items():

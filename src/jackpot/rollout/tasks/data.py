@@ -147,8 +147,7 @@ def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequenc
 
 def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
     """Return a source that reads a data set of the hub; `instead` says in errors what to do without the hub."""
-    subset = settings.subset or benchmark.subset
-    records = partial(read_hub, path, subset, split, instead)
+    records = partial(read_hub, path, settings.subset or benchmark.subset, split, instead)
     return DataSource(path, records, benchmark, settings, is_local=False)
 
 
