@@ -236,7 +236,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             if key in keys:  # another class of the block has the setting
                 return (
                     f"unknown setting {key!r} of this choice; jackpot config {key} says which have it. Valid: "
-                    f"{', '.join(sorted(names))}"
+                    f"{', '.join(names)}"
                 )
             if similar := similar_settings(key, keys):
                 return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"

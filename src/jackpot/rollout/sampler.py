@@ -390,9 +390,6 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
         return ["policy"] * len(prompts)
 
     share = model.share_at(iteration)
-    if share in (0.0, 1.0):
-        return ["rollout_model" if share else "policy"] * len(prompts)
-
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
     # A uniform number in [0, 1) of this iteration
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()

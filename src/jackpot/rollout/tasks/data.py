@@ -116,7 +116,7 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     return sources
 
 
-_OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="defaults of the user's own data")
+_OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",))  # defaults of the user's own data
 
 
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
@@ -206,7 +206,10 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):
         answered = [row for row in batch if row.answers]
-        with_short_answers = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
+        with_short_answers = [
+            row._replace(answers=tuple(answer for answer in row.answers if len(answer) <= MAX_ANSWER_LENGTH))
+            for row in answered
+        ]
         verifiable = [row for row in with_short_answers if row.answers]
         short = [row for row in verifiable if len(str(row.problem)) <= LONGEST_PROBLEM]
         with_sizes = zip(short, measure(short), strict=True)
@@ -243,8 +246,3 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
 def longest(limit: int | None) -> str:
     """Return the largest length of a prompt as words for a message: in tokens or, without a `limit`, in characters."""
     return f"{LONGEST_PROBLEM:,} characters" if limit is None else f"{limit} tokens"
-
-
-def _is_verifiable(answer: str) -> bool:
-    """Tell whether an answer is short enough to be verified."""
-    return len(answer) <= MAX_ANSWER_LENGTH

@@ -132,8 +132,12 @@ class Math(BatchScoredTask):
     def reward_fn(self) -> RewardFn:
         """Return the `RewardFn` that scores responses: the shared one, or one that the first access makes."""
         settings = self._settings
-        limits = {"workers": settings.reward_workers, "timeout": settings.reward_timeout}
-        return self._shared_reward_fn or RewardFn(settings.rewards, **limits, verdict=settings.decides)
+        return self._shared_reward_fn or RewardFn(
+            settings.rewards,
+            workers=settings.reward_workers,
+            timeout=settings.reward_timeout,
+            verdict=settings.decides,
+        )
 
     def _problems_of(self, split: Split) -> list[Problems]:
         """Return the problems of each source of a split; the first call reads them, and says what was left out."""
