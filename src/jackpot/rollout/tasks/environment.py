@@ -23,9 +23,11 @@ class EpisodeEnvironment(Protocol):
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """Begin the episode of a seed; return the first observation, and a dict of details, which is ignored."""
+        ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Take an action; return (observation, reward, terminated, truncated, details); details are ignored."""
+        ...
 
 
 class _Played(NamedTuple):

@@ -150,9 +150,8 @@ class Math(BatchScoredTask):
             for problems in self._problems[split]:
                 name, counts = problems.source.name, problems.counts
                 _warn(name, split, counts, limit)
-                event = {"event": "data", "split": split, "source": name}
-                event |= {column: counts[column] for column in COUNTED}
-                self._events.append(event | {"max_prompt_tokens": limit})
+                numbers = {column: counts[column] for column in COUNTED} | {"max_prompt_tokens": limit}
+                self._events.append({"event": "data", "split": split, "source": name, **numbers})
 
         return self._problems[split]
 
