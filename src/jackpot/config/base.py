@@ -91,16 +91,17 @@ def fields_below(kind: type[BaseModel], above: str = "") -> tuple[tuple[str, Fie
     return tuple(fields)
 
 
-def by_name(default: str) -> BeforeValidator:
+def by_name(default: str | None = None) -> BeforeValidator:
     """Make a validator of a block of settings, which may be written as its name alone: `correction: tis`.
 
-    The validator turns that into `{name: tis}`, and gives a block that has no `name` the name `default`.
+    The validator turns that into `{name: tis}`, and gives a block that has no `name` the name `default`, if there is
+    one.
     """
 
     def named(value: Any) -> Any:
         """Return the block, with its `name`, that a text or a mapping stands for; other values as they are."""
         if isinstance(value, str):
             return {"name": value}
-        return {"name": default, **value} if isinstance(value, Mapping) else value
+        return {"name": default, **value} if isinstance(value, Mapping) and default is not None else value
 
     return BeforeValidator(named)

@@ -88,11 +88,11 @@ def lay(settings: Mapping[str, Any], overrides: Iterable[Mapping[str, Any]]) -> 
 
 def _single_settings(override: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (parts of the key, value) of every setting in an override; a block with a name or source stays whole."""
-    if not isinstance(override, Mapping) or not override or _class_key(override):
+    if isinstance(override, Mapping) and override and not _class_key(override):
+        for name, value in override.items():
+            yield from _single_settings(value, (*key, name))
+    else:
         yield key, override
-        return
-    for name, value in override.items():
-        yield from _single_settings(value, (*key, name))
 
 
 def _decides(value: Any, key: Sequence[str]) -> bool:
@@ -147,8 +147,7 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
             # All settings of the other block but those that the mark excludes; the block's own win over them.
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
-            filled = merge(inherited, block)
-            settings = merge(settings, nest(key, filled))
+            settings = merge(settings, nest(key, merge(inherited, block)))
     return settings
 
 
@@ -234,8 +233,10 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             keys = keys_of(kind)
             names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
             if key in keys:  # another class of the block has the setting
-                hint = f"jackpot config {key} says which have it"
-                return f"unknown setting {key!r} of this choice; {hint}. Valid: {', '.join(sorted(names))}"
+                return (
+                    f"unknown setting {key!r} of this choice; jackpot config {key} says which have it. Valid: "
+                    f"{', '.join(names)}"
+                )
             if similar := similar_settings(key, keys):
                 return f"unknown setting {key!r}; did you mean {' or '.join(similar)}? jackpot config explains each"
             return unknown_name("setting", key, names)

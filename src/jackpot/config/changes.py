@@ -59,6 +59,8 @@ def settings_of(config: BaseModel) -> dict[str, Any]:
 def falling_rates(config: Config) -> list[str]:
     """Return the keys of the learning-rate schedules that depend on `iterations`, e.g. `policy.optimizer.schedule`."""
     models = {"policy": config.policy, "rollout_model": config.rollout_model, "critic": config.critic}
-    optimizers = {role: settings.optimizer for role, settings in models.items() if settings}
-    falling = [role for role, optimizer in optimizers.items() if optimizer and optimizer.schedule != "constant"]
-    return [f"{role}.optimizer.schedule" for role in falling]
+    return [
+        f"{role}.optimizer.schedule"
+        for role, settings in models.items()
+        if settings and settings.optimizer and settings.optimizer.schedule != "constant"
+    ]

@@ -152,8 +152,8 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     name = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
     # No block is returned for a key that is a setting's too, nor for the empty key, which stands for all settings.
-    found = [] if name in ("", *known) else [blocks(command).get(name) for command in COMMANDS]
-    with_name = [block for block in found if block]
+    commands = [] if name in ("", *known) else COMMANDS
+    with_name = [block for command in commands if (block := blocks(command).get(name))]
 
     # The key is that of a block or of a setting: return it with all settings below it.
     if with_name or name in known:
@@ -253,15 +253,15 @@ def _values(annotation: Any, metadata: Sequence[Any] = ()) -> list[str]:
     if annotation is bool:
         return ["true", "false"]
 
-    bounds = [f"{sign} {bound:g}" for mark in metadata for bound, sign in _bounds(mark)]
+    bounds = [
+        f"{sign} {getattr(mark, name):g}"
+        for mark in metadata
+        for name, sign in _SIGNS.items()
+        if getattr(mark, name, None) is not None
+    ]
     # A number that must be below infinity is called finite.
     values = " ".join([_KINDS[annotation], " and ".join(bounds).replace("and < inf", "and finite")]).strip()
     return [values, "null"] if NULL_IS_INFINITE in metadata else [values]
-
-
-def _bounds(mark: Any) -> Iterator[tuple[float, str]]:
-    """Yield the bounds in one piece of pydantic's metadata as (bound, comparison sign)."""
-    return ((getattr(mark, name), sign) for name, sign in _SIGNS.items() if getattr(mark, name, None) is not None)
 
 
 def _either(names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from jackpot.config.base import (
     Strict,
     by_name,
 )
+from jackpot.core.errors import repeated
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 ROW_NUMBER = "row"  # the value of `columns.uid` that makes the number of a row the id of its problem
@@ -95,24 +96,21 @@ class AnswersConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         """Refuse the name regex without a regular expression."""
-        is_missing = self.name == "regex" and self.regex is None
         return [
             (
-                is_missing,
+                self.name == "regex" and self.regex is None,
                 "answers are found by a regular expression, but regex is null; give one",
             ),
         ]
 
 
 def _by_regex(value: Any) -> Any:
-    """Expand `answers: boxed` to `answers: {name: boxed}`, and give a block with a `regex` the name regex."""
-    if isinstance(value, str):
-        return {"name": value}
+    """Give a block of `answers` with a `regex` the name regex."""
     has_regex = isinstance(value, Mapping) and value.get("regex") is not None
     return {**value, "name": "regex"} if has_regex else value
 
 
-Answers = Annotated[AnswersConfig | None, BeforeValidator(_by_regex)]
+Answers = Annotated[AnswersConfig | None, BeforeValidator(_by_regex), by_name()]
 
 
 class DataConfig(Strict):
@@ -138,15 +136,13 @@ class DataConfig(Strict):
 
 
 def _by_source(value: Any) -> Any:
-    """Expand `train: gsm8k` to `train: {source: gsm8k}`, also from `{name: gsm8k}`, the form that `merge` gives it."""
-    if isinstance(value, str):
-        return {"source": value}
+    """Turn `{name: gsm8k}`, the form that `by_name` and `merge` give to `train: gsm8k`, into `{source: gsm8k}`."""
     if isinstance(value, Mapping) and "name" in value and "source" not in value:
         return {"source" if key == "name" else key: item for key, item in value.items()}
     return value
 
 
-Data = Annotated[DataConfig, BeforeValidator(_by_source)]
+Data = Annotated[DataConfig, BeforeValidator(_by_source), by_name()]
 Sources = Annotated[
     Annotated[Data, Tag("one")] | Annotated[tuple[Data, ...], Field(strict=False, min_length=1), Tag("several")],
     Discriminator(lambda value: "several" if isinstance(value, list | tuple) else "one"),
@@ -202,13 +198,10 @@ class VerdictConfig(Strict):
     """Least number of a right response."""
 
 
-def _verdict(value: Any) -> Any:
-    """Expand `verdict: correct` to `{name: correct}`, and `verdict: 0.5` to that threshold on the reward."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = {"threshold": value}
-    elif isinstance(value, str):
-        value = {"name": value}
-    return {"name": "reward", **value} if isinstance(value, Mapping) else value
+def _by_threshold(value: Any) -> Any:
+    """Expand `verdict: 0.5` to `{threshold: 0.5}`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"threshold": value} if is_number else value
 
 
 class QuestionConfig(Strict):
@@ -222,7 +215,7 @@ class QuestionConfig(Strict):
     """Text after the problem; it may be empty."""
     rewards: Rewards = (RewardConfig(name="correct"),)
     """Parts of the reward, each a name or a block of name and weight."""
-    verdict: Annotated[VerdictConfig | None, BeforeValidator(_verdict)] = None
+    verdict: Annotated[VerdictConfig | None, by_name("reward"), BeforeValidator(_by_threshold)] = None
     """Which responses count as right in accuracies and for the checkpoint `best`: a name, or a number that the reward
     must reach; null: those that are `correct`, where that is among the rewards, else none, and mean rewards stand in
     place of accuracies."""
@@ -238,12 +231,11 @@ class QuestionConfig(Strict):
 
     def conflicts(self) -> Conflicts:
         """Refuse a reward that is given twice, and rewards that all have weight 0."""
-        names = [reward.name for reward in self.rewards]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = repeated([reward.name for reward in self.rewards])
         return [
             (
                 twice,
-                f"rewards: {', '.join(twice)} is given more than once; give it once, with its weight",
+                f"rewards: {', '.join(sorted(twice))} is given more than once; give it once, with its weight",
             ),
             (
                 not any(reward.weight for reward in self.rewards),

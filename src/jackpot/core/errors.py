@@ -1,7 +1,7 @@
 """The errors that a user can cause. Each message says what was given, what is allowed and what to do. Standard library
 only."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -51,6 +51,11 @@ def unknown_name(kind: str, name: str, valid: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {kind} {name!r}{guess} Valid: {', '.join(names) or '(none)'}"
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    """Return each name that occurs more than once."""
+    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
 def first_line(error: BaseException) -> str:

@@ -105,8 +105,11 @@ class Evaluation:
     def set_metrics(self) -> dict[str, float]:
         """Return metrics of a benchmark, logged as `eval/NAME/...`; if not `has_verdict`, reward in place of mean@k."""
         if self.has_verdict:
-            metrics = {"mean_at_k": self.accuracy, "mean_at_k_stderr": self.accuracy_stderr}
-            metrics["pass_at_k"] = self.pass_at_k
+            metrics = {
+                "mean_at_k": self.accuracy,
+                "mean_at_k_stderr": self.accuracy_stderr,
+                "pass_at_k": self.pass_at_k,
+            }
         else:
             metrics = {"reward": self.reward, "reward_stderr": self.reward_stderr}
         return metrics | {

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
-from jackpot.core.errors import ConfigError, unknown_name
+from jackpot.core.errors import ConfigError, repeated, unknown_name
 from jackpot.core.process_rank import process_rank
 from jackpot.ui.lazy import lazy, load
 from jackpot.ui.terminal.output import print_line
@@ -45,10 +45,10 @@ class Command(TyperCommand):
         remaining = super().parse_args(ctx, args)
 
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
-        if repeated := _repeated([option.opts[-1] for option in options if not option.multiple]):
-            raise ConfigError(f"{' and '.join(repeated)} was given twice; give it once")
-        if repeated := _repeated([text.partition("=")[0] for text in ctx.params.get("overrides") or []]):
-            print_line(Console(stderr=True), f"{' and '.join(repeated)} was given twice; the last one counts")
+        if twice := repeated([option.opts[-1] for option in options if not option.multiple]):
+            raise ConfigError(f"{' and '.join(twice)} was given twice; give it once")
+        if twice := repeated([text.partition("=")[0] for text in ctx.params.get("overrides") or []]):
+            print_line(Console(stderr=True), f"{' and '.join(twice)} was given twice; the last one counts")
         return remaining
 
     def _unknown_option(
@@ -74,11 +74,6 @@ class Command(TyperCommand):
         # After a question the sentence goes on with `jackpot`; without one, after a semicolon.
         guess = f"; did you mean {' or '.join(similar_options)}?" if similar_options else ";"
         return f"no option {option}{guess} jackpot {ctx.info_name} --help lists all"
-
-
-def _repeated(names: Sequence[str]) -> list[str]:
-    """Return each name that occurs more than once."""
-    return [name for name in dict.fromkeys(names) if names.count(name) > 1]
 
 
 def _value_of(option: str, words: Sequence[str]) -> str:

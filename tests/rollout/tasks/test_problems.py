@@ -38,14 +38,14 @@ def thousand(tmp_path_factory) -> Path:
 
 def test_rows_that_cannot_be_used_are_counted_by_reason(thousand):
     found = Problems(source(thousand), without_sevens, LIMIT)
-    assert found.size == len(KEPT) and [found[n].answers[0] for n in range(found.size)] == KEPT
+    assert [row.answers[0] for row in found.rows] == KEPT
     assert found.counts == TALLY and found.counts.kept == len(KEPT)
 
 
 def test_rows_with_an_answer_too_long_to_verify_are_counted(tmp_path):
     path = write_problems(tmp_path / "some.jsonl", ["1", "9" * 2_000, "9" * 2_001, None, "x" * 10_000_000])
     found = Problems(source(path), all_fit, LIMIT)
-    assert [len(found[n].answers[0]) for n in range(found.size)] == [1, 2_000]
+    assert [len(row.answers[0]) for row in found.rows] == [1, 2_000]
     assert found.counts == RowCounts(rows=5, without_answer=1, long_answer=2) and found.counts.kept == 2
     with pytest.raises(DataError, match="1 have an answer of more than 2,000 characters"):
         Problems(source(write_problems(tmp_path / "none.jsonl", ["x" * 2_001])), all_fit, LIMIT)
@@ -74,8 +74,8 @@ def test_ids_that_are_there_twice_are_refused_with_both_rows(tmp_path):
     with pytest.raises(DataError) as error:
         Problems(source(path), all_fit, LIMIT)
     assert f"{path} line 3 has the id 'x', as {path} line 1 has" in str(error.value)
-    assert Problems(source(path, columns=ColumnsConfig(uid="row")), all_fit, LIMIT).size == 3
-    assert Problems(source(path, limit=2), all_fit, LIMIT).size == 2
+    assert len(Problems(source(path, columns=ColumnsConfig(uid="row")), all_fit, LIMIT).rows) == 3
+    assert len(Problems(source(path, limit=2), all_fit, LIMIT).rows) == 2
 
 
 def test_data_without_a_problem_left_is_refused_with_reasons(tmp_path):
@@ -84,4 +84,4 @@ def test_data_without_a_problem_left_is_refused_with_reasons(tmp_path):
         DataError,
         match=r"left of 3 rows: 1 have no answer .*, 2 have a prompt of more than 100 tokens",
     ):
-        Problems(source(path), lambda rows: [PromptSize(101, False)] * len(rows), LIMIT)[0]
+        Problems(source(path), lambda rows: [PromptSize(101, False)] * len(rows), LIMIT)

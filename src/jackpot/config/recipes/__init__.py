@@ -15,7 +15,7 @@ from jackpot.config.build import merge, nest, validated
 from jackpot.config.config import Config
 from jackpot.config.published import PublishedRow, RecipeNotes
 from jackpot.config.recipe_names import recipe_names
-from jackpot.core.errors import ConfigError, unknown_name
+from jackpot.core.errors import ConfigError, repeated, unknown_name
 
 _FILE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
 
@@ -161,7 +161,7 @@ def resolve_arms(
 
     wanted = list(arms) or known
     check_runnable(name, recipe, wanted)
-    if twice := {arm for arm in wanted if wanted.count(arm) > 1}:
+    if twice := repeated(wanted):
         raise ConfigError(f"arms {', '.join(sorted(twice))} were given twice; give each once")
 
     changes = [{"threads": 1}, *map(parse_override, overrides)]

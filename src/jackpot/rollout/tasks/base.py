@@ -130,6 +130,15 @@ def decoded_response(
     return DecodedResponse(prompt, text, finished, turns=tuple(turns), last_turn_ended=finished or ends_turn)
 
 
+class BatchScoredTask(Task):
+    """A task that implements `scores`, which scores many responses at once, in place of `score`."""
+
+    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
+        """Score one response, of a single turn, as `scores` does."""
+        decoded = DecodedResponse(prompt, response, finished, turns=(response,), last_turn_ended=finished)
+        return self.scores([decoded])[0]
+
+
 class PromptStream:
     """An endless stream of prompts from one split, which can continue from a saved state.
 

@@ -116,7 +116,7 @@ def find_sources(settings: Sequence[DataConfig], split: Split) -> list[DataSourc
     return sources
 
 
-_OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",), note="defaults of the user's own data")
+_OWN_DATA = Benchmark(hub="", answer={"answer": "plain"}, uid=("id",))  # defaults of the user's own data
 
 
 def _benchmark(name: str, settings: DataConfig, split: Split) -> DataSource:
@@ -147,8 +147,7 @@ def _local(name: str, benchmark: Benchmark, settings: DataConfig, files: Sequenc
 
 def _on_hub(path: str, benchmark: Benchmark, settings: DataConfig, split: str, instead: str) -> DataSource:
     """Return a source that reads a data set of the hub; `instead` says in errors what to do without the hub."""
-    subset = settings.subset or benchmark.subset
-    records = partial(read_hub, path, subset, split, instead)
+    records = partial(read_hub, path, settings.subset or benchmark.subset, split, instead)
     return DataSource(path, records, benchmark, settings, is_local=False)
 
 
@@ -185,23 +184,15 @@ class Problems:
 
     def __init__(self, source: DataSource, measure: Measure, limit: int | None) -> None:
         """Read the usable rows, with at most `limit` prompt tokens by `measure` (None: any), and refuse equal ids."""
-        self.counts = RowCounts()
-        self._rows = list(_kept(source, measure, limit, self.counts))
+        self.source, self.counts = source, RowCounts()
+        self.rows = list(_kept(source, measure, limit, self.counts))
         earlier: dict[str, DataRow] = {}
-        for row in self._rows:
+        for row in self.rows:
             if (twin := earlier.setdefault(row.uid, row)) is not row:
                 raise DataError(
                     f"{row.where} has the id {row.uid!r}, as {twin.where} has; ids must differ: fix the data, or set "
                     f"columns.uid to another column, or to row, which makes ids of the row's number"
                 )
-
-    @property
-    def size(self) -> int:
-        """Return the number of problems."""
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> DataRow:
-        return self._rows[index]
 
 
 def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCounts) -> Iterator[DataRow]:
@@ -215,7 +206,10 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
     rows = source.rows()
     while batch := list(islice(rows, _BATCH)):
         answered = [row for row in batch if row.answers]
-        with_short_answers = [row._replace(answers=tuple(filter(_is_verifiable, row.answers))) for row in answered]
+        with_short_answers = [
+            row._replace(answers=tuple(answer for answer in row.answers if len(answer) <= MAX_ANSWER_LENGTH))
+            for row in answered
+        ]
         verifiable = [row for row in with_short_answers if row.answers]
         short = [row for row in verifiable if len(str(row.problem)) <= LONGEST_PROBLEM]
         with_sizes = zip(short, measure(short), strict=True)
@@ -252,8 +246,3 @@ def _kept(source: DataSource, measure: Measure, limit: int | None, counts: RowCo
 def longest(limit: int | None) -> str:
     """Return the largest length of a prompt as words for a message: in tokens or, without a `limit`, in characters."""
     return f"{LONGEST_PROBLEM:,} characters" if limit is None else f"{limit} tokens"
-
-
-def _is_verifiable(answer: str) -> bool:
-    """Tell whether an answer is short enough to be verified."""
-    return len(answer) <= MAX_ANSWER_LENGTH

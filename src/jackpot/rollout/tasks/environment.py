@@ -12,7 +12,7 @@ from jackpot.core.errors import DataError
 from jackpot.core.imports import import_object
 from jackpot.core.prng import fold_in
 from jackpot.core.types import DecodedResponse, Prompt, Score
-from jackpot.rollout.tasks.base import Split, Task
+from jackpot.rollout.tasks.base import BatchScoredTask, Split
 from jackpot.rollout.tasks.templates import Template
 
 MAX_SEED = 2**31
@@ -38,7 +38,7 @@ class _Played(NamedTuple):
     has_ended: bool
 
 
-class EnvironmentTask(Task):
+class EnvironmentTask(BatchScoredTask):
     """A task with an episode for each response: the prompt is the first observation, a turn of the model is an action.
 
     Nothing is kept between two turns: each time the episode is played again from its seed with the actions so far, so
@@ -78,11 +78,6 @@ class EnvironmentTask(Task):
             reward = self._play(response.prompt.uid, actions).reward
             scores.append(Score(reward=reward, correct=reward >= self._settings.solved))
         return scores
-
-    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Score a response of a single turn by the rewards of its episode."""
-        decoded = DecodedResponse(prompt, response, finished, turns=(response,), last_turn_ended=finished)
-        return self.scores([decoded])[0]
 
     def _play(self, uid: str, actions: tuple[str, ...]) -> _Played:
         """Play the episode of the prompt `uid` from its beginning, and close the environment."""

@@ -16,7 +16,7 @@ from jackpot.core.errors import DataError, unknown_name
 from jackpot.core.types import DecodedResponse, Prompt, Score
 from jackpot.rollout.rewards.rewards import BUILT_IN, REWARD, RewardFn
 from jackpot.rollout.rewards.verifier.extract import MAX_ANSWER_LENGTH
-from jackpot.rollout.tasks.base import PromptSource, Split, Task
+from jackpot.rollout.tasks.base import BatchScoredTask, PromptSource, Split
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 from jackpot.rollout.tasks.data import (
     COUNTED,
@@ -33,7 +33,7 @@ from jackpot.rollout.tasks.templates import Template
 _log = logging.getLogger(__name__)
 
 
-class Math(Task):
+class Math(BatchScoredTask):
     """A task whose problems come from the sources `settings.train` and `settings.test`, scored by `settings.rewards`.
 
     A split is read on its first use. Reward workers start with the first response, or at once where the settings name a
@@ -65,7 +65,7 @@ class Math(Task):
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
         self._problems: dict[Split, list[Problems]] = {}
-        self._reported: set[Split] = set()  # splits whose events `take_events` has returned
+        self._events: list[dict[str, Any]] = []  # events since the last `take_events`
 
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
         # Import reward functions of the user now, so that a run with a wrong name ends at once.
@@ -74,7 +74,7 @@ class Math(Task):
 
     def size(self, split: Split) -> int:
         """Return the number of usable problems of all sources of a split."""
-        return sum(problems.size for problems in self._problems_of(split))
+        return sum(len(problems.rows) for problems in self._problems_of(split))
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return problem `index` of a split, counted through one source after the other, with the uid SOURCE/SPLIT/ID.
@@ -83,31 +83,29 @@ class Math(Task):
             DataError: the split has no such problem, or as `Problems`.
         """
         offset = index
-        for source_index, problems in enumerate(self._problems_of(split)):
-            if 0 <= offset < problems.size:
-                return self._prompt(split, source_index, offset)
-            offset -= problems.size
+        for problems in self._problems_of(split):
+            if 0 <= offset < len(problems.rows):
+                return self._prompt(split, problems, offset)
+            offset -= len(problems.rows)
         names = ", ".join(source.name for source in self._sources[split])
         raise DataError(f"{names} ({split}) has no problem {index}; they go from 0 to {self.size(split) - 1}")
 
     def prompt_sources(self, split: Split, seed: int) -> list[PromptSource]:
         """Return each source of the split with its weight."""
-        sizes = [problems.size for problems in self._problems_of(split)]
-        weights = [source.settings.weight for source in self._sources[split]]
         return [
-            PromptSource(weight=weight, size=size, prompt=partial(self._prompt, split, source_index), first=0)
-            for source_index, (weight, size) in enumerate(zip(weights, sizes, strict=True))
+            PromptSource(
+                weight=problems.source.settings.weight,
+                size=len(problems.rows),
+                prompt=partial(self._prompt, split, problems),
+                first=0,
+            )
+            for problems in self._problems_of(split)
         ]
 
-    def _prompt(self, split: Split, source_index: int, index: int) -> Prompt:
+    def _prompt(self, split: Split, problems: Problems, index: int) -> Prompt:
         """Return problem `index` of one source of a split as a prompt."""
-        row = self._problems_of(split)[source_index][index]
-        uid = f"{self._sources[split][source_index].name}/{split}/{row.uid}"
-        return self._template.prompt(uid, row.problem, row.answers)
-
-    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Score one response with the task's `RewardFn`."""
-        return self.scores([DecodedResponse(prompt, response, finished)])[0]
+        row = problems.rows[index]
+        return self._template.prompt(f"{problems.source.name}/{split}/{row.uid}", row.problem, row.answers)
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
         """Score responses with the task's `RewardFn`, in their order."""
@@ -122,15 +120,7 @@ class Math(Task):
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return an event for each source read since the last call, with the numbers of rows read and left out."""
-        events = []
-        for split, problems_of_split in self._problems.items():
-            if split in self._reported:
-                continue
-            for source, problems in zip(self._sources[split], problems_of_split, strict=True):
-                event = {"event": "data", "split": split, "source": source.name}
-                event |= {name: problems.counts[name] for name in COUNTED}
-                events.append(event | {"max_prompt_tokens": self._settings.max_prompt_tokens})
-        self._reported.update(self._problems)
+        events, self._events = self._events, []
         return events
 
     def close(self) -> None:
@@ -142,19 +132,26 @@ class Math(Task):
     def reward_fn(self) -> RewardFn:
         """Return the `RewardFn` that scores responses: the shared one, or one that the first access makes."""
         settings = self._settings
-        limits = {"workers": settings.reward_workers, "timeout": settings.reward_timeout}
-        return self._shared_reward_fn or RewardFn(settings.rewards, **limits, verdict=settings.decides)
+        return self._shared_reward_fn or RewardFn(
+            settings.rewards,
+            workers=settings.reward_workers,
+            timeout=settings.reward_timeout,
+            verdict=settings.decides,
+        )
 
     def _problems_of(self, split: Split) -> list[Problems]:
-        """Return the problems of each source of a split; the first call reads them, and logs what was left out."""
+        """Return the problems of each source of a split; the first call reads them, and says what was left out."""
         if split not in self._sources:
             raise DataError(unknown_name("split", split, self._sources))
 
         if split not in self._problems:
             limit = self._settings.max_prompt_tokens
             self._problems[split] = [Problems(source, self._measure, limit) for source in self._sources[split]]
-            for source, problems in zip(self._sources[split], self._problems[split], strict=True):
-                _warn(source.name, split, problems.counts, limit)
+            for problems in self._problems[split]:
+                name, counts = problems.source.name, problems.counts
+                _warn(name, split, counts, limit)
+                numbers = {column: counts[column] for column in COUNTED} | {"max_prompt_tokens": limit}
+                self._events.append({"event": "data", "split": split, "source": name, **numbers})
 
         return self._problems[split]
 

@@ -22,7 +22,7 @@ from jackpot.core.package import install
 from jackpot.core.prng import fold_in
 from jackpot.core.types import DecodedResponse, Prompt, Score
 from jackpot.rollout.rewards.pool import CallLimits, RewardResult, RewardWorkerPool
-from jackpot.rollout.tasks.base import PromptSource, Split, Task
+from jackpot.rollout.tasks.base import BatchScoredTask, PromptSource, Split
 from jackpot.rollout.tasks.templates import Template
 
 TEST_SHARE = 0.1  # share of questions in the test split
@@ -31,7 +31,7 @@ _SCORER = "jackpot.rollout.tasks.gym_scorer:score_answer"
 _EXECUTES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")  # calls that execute a text as Python
 
 
-class ReasoningGym(Task):
+class ReasoningGym(BatchScoredTask):
     """A task of endless problems from several data sets; the reward is the score that the library gives, from 0 to 1.
 
     Raises:
@@ -68,10 +68,6 @@ class ReasoningGym(Task):
         """Return problem `index` of a split, whose problems come from the data sets in turn, one from each."""
         index_in_source, source_index = divmod(index, len(self._data))
         return self._prompt(split, source_index, index_in_source)
-
-    def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        """Score one response with the library."""
-        return self.scores([DecodedResponse(prompt, response, finished)])[0]
 
     def scores(self, responses: Sequence[DecodedResponse]) -> list[Score]:
         """Score responses by their answers: the last match of `answer_regex`, or a whole response without a match."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.config.tasks import CustomTaskConfig, DataConfig, TaskConfig
 from jackpot.config.tools import SetsConfig
-from jackpot.core.errors import DataError, unknown_name
+from jackpot.core.errors import DataError, repeated, unknown_name
 from jackpot.core.imports import import_object
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.arithmetic import Arithmetic, Sums, ToolArithmetic
@@ -57,9 +57,10 @@ def check_sets(benchmarks: Sequence[str]) -> None:
             raise DataError(f"{unknown_name('benchmark', benchmark, SETS)}; or give the path of a file with problems")
         find_source(DataConfig(source=benchmark), "test")
 
-    names = [*map(set_name, benchmarks)]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"benchmarks {', '.join(benchmarks)}: {', '.join(repeated)} is named twice; name each once")
+    if twice := repeated([*map(set_name, benchmarks)]):
+        raise DataError(
+            f"benchmarks {', '.join(benchmarks)}: {', '.join(sorted(twice))} is named twice; name each once"
+        )
 
 
 def make_sets(
