@@ -91,7 +91,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 
 
 def metric_values(sums: Sums) -> dict[str, float]:
-    """Return the value of every metric by name, derived metrics included; this waits for the device once."""
+    """Return the value of every metric by name, derived metrics included, from sums on the CPU."""
     # The effective sample sizes of prefixes of responses (`_PREFIX`) become NaN where they are of few tokens.
     values: dict[str, Tensor] = {
         name: _of_many(metric, metric.value)
@@ -110,14 +110,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if "critic/error" in sums:
         error, returned = (Mean.named(sums, name).variance for name in ("critic/error", "critic/return"))
         values["critic/explained_variance"] = 1.0 - error / returned
-
-    if not values:
-        return {}
-
-    # Copy all values to the CPU at once.
-    device = next(iter(values.values())).device
-    packed = torch.stack([value.detach().double().to(device) for value in values.values()])
-    return dict(zip(values, packed.tolist(), strict=True))
+    return {name: float(value) for name, value in values.items()}
 
 
 def _acceptance_error(sums: Sums) -> Tensor:
