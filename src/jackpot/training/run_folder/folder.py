@@ -297,24 +297,22 @@ class RunFolder:
 
     def rewind(self, iteration: int) -> None:
         """Move lines and files of iterations after `iteration`, where the run continues, to superseded/ (-1: all)."""
-        with checkpoint_error_in(self.path):
-            for name in ("metrics.jsonl", "events.jsonl"):
-                self._cut(name, iteration)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            self._cut(name, iteration)
 
-            # Files of later iterations move away; half-written files are removed.
-            later = []
-            for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
-                pattern = rf"iteration-(?P<number>\d+)(\.parquet|-.+\.jsonl)(?P<partial>{re.escape(PARTIAL)})?"
-                written = re.fullmatch(pattern, path.name)
-                if written and written["partial"]:
-                    path.unlink()
-                elif written and int(written["number"]) > iteration:
-                    later.append(path)
-            if iteration < 0:
-                later += self.path.glob("config.yaml")
-                later += event_files(self.path / "tensorboard")
-            self.supersede(later)
-            (self.path / "tensorboard").mkdir(exist_ok=True)
+        # Files of later iterations move away; half-written files are removed.
+        later = []
+        for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
+            pattern = rf"iteration-(?P<number>\d+)(\.parquet|-.+\.jsonl)(?P<partial>{re.escape(PARTIAL)})?"
+            written = re.fullmatch(pattern, path.name)
+            if written and written["partial"]:
+                path.unlink()
+            elif written and int(written["number"]) > iteration:
+                later.append(path)
+        if iteration < 0:
+            later += [*self.path.glob("config.yaml"), *event_files(self.path / "tensorboard")]
+        self.supersede(later)
+        (self.path / "tensorboard").mkdir(exist_ok=True)
 
         self._tensorboard = f"tensorboard/{event_file_name(self.path / 'tensorboard')}"
         # TensorBoard shall show no iterations from older files that this start runs again.
@@ -462,10 +460,9 @@ class RunFolder:
     def _is_in_place(self) -> bool:
         """Tell whether the folder's .lock is still the file that this process has locked."""
         try:
-            path = (self.path / ".lock").stat()
-            return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), path)
+            return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), (self.path / ".lock").stat())
         except FileNotFoundError:
-            return self._lock is None
+            return False
 
     def _append(self, name: str, record: bytes) -> None:
         """Append a record to a file of the folder; on a full disk keep it in memory, and warn the first time.

@@ -94,9 +94,9 @@ def open_rollout_file(path: Path) -> RolloutFile:
 
         iteration = int(path.stem.split("-")[1])
         return RolloutFile(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)
+    except UnreadableRollouts:
+        raise
     except (OSError, pa.ArrowException, ValueError) as error:
-        if isinstance(error, UnreadableRollouts):
-            raise
         raise UnreadableRollouts(_why(path, first_line(error))) from error
 
 
