@@ -175,14 +175,12 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
     Ranks that share the weights of their models have to run equally many passes. Where micro-batches are too few,
     ranks get empty ones (`empty_like`).
 
+    Args:
+        batches: at least one.
+
     Returns:
         The micro-batches of each rank.
-
-    Raises:
-        ValueError: `batches` is empty.
     """
-    if not batches:
-        raise ValueError("there is no micro-batch to deal; give at least one")
     filled = [*batches, *(empty_like(batches[0]) for _ in range(-len(batches) % ranks))]
     return [filled[rank::ranks] for rank in range(ranks)]
 
@@ -231,19 +229,21 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 
-    rollout = Rollout(
-        uid=batch.uids[row],
-        prompt=Prompt(uid="", text="", answer="", token_ids=tuple(ids.tolist())),
-        finish="stop",
-        token_ids=batch.response_ids[row, :length],
-        rollout_log_probs=batch.rollout_log_probs[row, :length],
-        sampled_mask=batch.response_mask[row, :length],
-        top_ids=batch.top_ids[row, :length],
-        top_log_probs=batch.top_log_probs[row, :length],
-        versions=batch.versions[row, :length],
+    return TrainingSample(
+        rollout=Rollout(
+            uid=batch.uids[row],
+            prompt=Prompt(uid="", text="", answer="", token_ids=tuple(ids.tolist())),
+            finish="stop",
+            token_ids=batch.response_ids[row, :length],
+            rollout_log_probs=batch.rollout_log_probs[row, :length],
+            sampled_mask=batch.response_mask[row, :length],
+            top_ids=batch.top_ids[row, :length],
+            top_log_probs=batch.top_log_probs[row, :length],
+            versions=batch.versions[row, :length],
+        ),
+        score=Score(reward=0.0),
+        advantages=batch.advantages[row, :length],
     )
-
-    return TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=batch.advantages[row, :length])
 
 
 def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
