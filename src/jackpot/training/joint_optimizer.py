@@ -104,11 +104,13 @@ class JointOptimizer:
                 counts["rollout_model"] = self._accumulator.pop()
                 norms["rollout_model"] = self._prepare("rollout_model", counts["rollout_model"])
 
-        reading: Sums = {f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()}
-        reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
-        reading["tokens"] = Sum.number(sampled_tokens)
-
-        metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
+        reading: Sums = {
+            **{f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()},
+            **{f"{role}/denominator": Sum.number(count) for role, count in counts.items()},
+            "tokens": Sum.number(sampled_tokens),
+            "health/non_finite_steps": Sum.of(~is_finite),
+        }
+        metrics = to_host(sums | reading)
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
         metrics |= split_numbers(metrics)

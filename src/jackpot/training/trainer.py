@@ -147,9 +147,12 @@ class Trainer:
                 with self._clock("save"):
                     self._save(iteration, samples, steps)
 
-                sums = batch.sums | training_sums(samples, steps, components, iteration)
-                sums |= lag_sums(samples, self._versions) | add_sums(*sent)
-
+                sums = (
+                    batch.sums
+                    | training_sums(samples, steps, components, iteration)
+                    | lag_sums(samples, self._versions)
+                    | add_sums(*sent)
+                )
                 self._non_finite.check(steps, iteration)
                 self._finish_iteration(sums)
 
@@ -255,8 +258,11 @@ class Trainer:
 
         The checkpointer adds the rest of the state.
         """
-        versions = [list(version) for version in self._versions]
-        return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
+        return {
+            "non_finite": self._non_finite.count,
+            "versions": [list(version) for version in self._versions],
+            **self._sampler.state_dict(),
+        }
 
     def _record_events(self) -> None:
         """Append to events.jsonl what has happened in tasks and engines since the last call of this method."""

@@ -165,7 +165,9 @@ class RunFolder:
         if config.tracking.wandb:
             wandb_module()  # raises if wandb is not installed
         Environment(self.path)  # raises if environment.json is damaged or of a later version
-        finished, has_checkpoint = self._finished(), self._has_checkpoint()
+        finished = self._finished()
+        # Whether there is a checkpoint, intact or corrupt, even if its lines in metrics.jsonl are lost.
+        has_checkpoint = any(path.suffix != PARTIAL for path in self.checkpoints.glob("step-*"))
         if not (finished or has_checkpoint or (self.path / "config.yaml").exists()):
             return
         before = run_config(self.path)
@@ -442,10 +444,6 @@ class RunFolder:
     def _finished(self) -> int:
         """Return the newest finished iteration in metrics.jsonl; 0 where there is none."""
         return max((line["iteration"] for line in self.read("metrics.jsonl")), default=0)
-
-    def _has_checkpoint(self) -> bool:
-        """Return whether the run has a checkpoint, intact or corrupt, even if its lines in metrics.jsonl are lost."""
-        return any(path.suffix != PARTIAL for path in self.checkpoints.glob("step-*"))
 
     def _write_config(self, config: Config, iteration: int, changed: Sequence[Change]) -> None:
         """Write config.yaml, with one comment for every change of a setting since the run began."""
