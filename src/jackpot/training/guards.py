@@ -383,10 +383,10 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
         "of the model before temperature, top_p and top_k": plain | {"temperature": 1.0},
         "of the model before top_p and top_k": plain,
         "of the model before the temperature": {"temperature": 1.0},
-    }
-    suspects |= {
-        f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
-        for factor in TEMPERATURES
+        **{
+            f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
+            for factor in TEMPERATURES
+        },
     }
 
     for description, changes in suspects.items():
