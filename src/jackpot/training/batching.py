@@ -175,9 +175,6 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
     Ranks that share the weights of their models have to run equally many passes. Where micro-batches are too few,
     ranks get empty ones (`empty_like`).
 
-    Args:
-        batches: at least one.
-
     Returns:
         The micro-batches of each rank.
     """

@@ -51,11 +51,10 @@ def training_sums(
     them, are taken from the first epoch only, because a standard error must not count a token twice.
     """
     sums, epochs = _total(results), components.config.batch.ppo_epochs
-    if sums:
-        first_epoch = _total(results[: len(results) // epochs])  # every epoch has equally many steps
-        # The metrics with a standard error, and those from which a standard error is computed.
-        from_first = (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE)
-        sums |= {name: first_epoch[name] for name in from_first if name in first_epoch}
+    first_epoch = _total(results[: len(results) // epochs])  # every epoch has equally many steps
+    # The metrics with a standard error, and those from which a standard error is computed.
+    from_first = (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE)
+    sums |= {name: first_epoch[name] for name in from_first if name in first_epoch}
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
     flops = epochs * sum(components.training_flops(tokens_read(sample.rollout), iteration) for sample in samples)
     return sums | {

@@ -242,8 +242,6 @@ class LedLearner(Learner):
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        if not batches:
-            return {}
         return self._by_rollout("score", batches, role=role, sampling=sampling.model_dump(), from_copy=from_copy)
 
     def keep_weights(self, role: Role) -> None:
