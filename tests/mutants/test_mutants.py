@@ -178,7 +178,6 @@ EQUIVALENT = {  # the name of a mutant: why it computes the same
     ),
     "topk_z: (1.0 / scale).clamp(max=1.0) -> (1.0 / scale).clamp(min=1.0)": "it mends rounding alone",
     "dppo: advantages * log_ratio -> advantages / log_ratio": "where rho is 1 the total variation is 0",
-    "metric_values: value.detach() -> value": "only its number is read",
     "clipped_value_error: (held > free).detach() -> held > free": "a comparison carries no gradient",
 }
 

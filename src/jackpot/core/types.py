@@ -6,7 +6,7 @@ Log-probabilities are in nats and use the sampling temperature.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -45,15 +45,18 @@ class Prompt:
         return " or ".join((self.answer, *self.other_answers))
 
 
-def unique_rows(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return the distinct prompts in order of appearance, and for each row of `prompts` its index among them.
+_Entry = TypeVar("_Entry")
+
+
+def unique_rows(rows: Sequence[Sequence[_Entry]]) -> tuple[list[tuple[_Entry, ...]], list[int]]:
+    """Return the distinct rows in order of appearance, and for each of `rows` its index among them.
 
     >>> unique_rows([[7, 8], [9], [7, 8]])
     ([(7, 8), (9,)], [0, 1, 0])
     """
-    rows: dict[tuple[int, ...], int] = {}
-    index = [rows.setdefault(tuple(prompt), len(rows)) for prompt in prompts]
-    return list(rows), index
+    distinct: dict[tuple[_Entry, ...], int] = {}
+    index = [distinct.setdefault(tuple(row), len(distinct)) for row in rows]
+    return list(distinct), index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from jackpot.config.config import CriticConfig
 from jackpot.core.metrics import Mean, Sums
-from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample
+from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, unique_rows
 from jackpot.models.forward import can_pack, response_values
 from jackpot.objectives.advantages import compute_advantages, gae, whiten
 from jackpot.objectives.losses import clipped_value_error
@@ -31,11 +31,10 @@ def response_advantages(
         within_model: compare the responses of each model with each other alone.
         beta: coefficient of the advantage `oapl`.
     """
-    # Number the groups in the order in which they first occur.
-    group_ids: dict[tuple[str | None, ...], int] = {}
-    keys = [(item.rollout.prompt.uid, item.rollout.sampled_by if within_model else None) for item in scored]
-    groups = [group_ids.setdefault(key, len(group_ids)) for key in keys]
-
+    # The groups are numbered in the order in which they first occur.
+    _, groups = unique_rows(
+        [(item.rollout.prompt.uid, item.rollout.sampled_by if within_model else None) for item in scored]
+    )
     advantages = compute_advantages(
         name,
         rewards=torch.tensor([item.score.reward for item in scored], dtype=torch.float64),

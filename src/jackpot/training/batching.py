@@ -6,7 +6,7 @@ No sequence is dropped or cut: each sequence of the rollout batch is in exactly 
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -73,9 +73,8 @@ def micro_batches(
                 f"raise it to at least the longest prompt plus sampling.max_new_tokens"
             )
 
-    longest: dict[tuple[int, ...], int] = {}  # length of the longest sequence of each prompt, which comes last
-    for item in by_length:
-        longest[item.rollout.prompt.token_ids] = _length(item)
+    # Length of the longest sequence of each prompt, which comes last and replaces the shorter ones.
+    longest = {item.rollout.prompt.token_ids: _length(item) for item in by_length}
 
     # Prompts are ordered by their longest sequence; the sequences of a prompt keep their order by length.
     by_prompt = sorted(
@@ -178,14 +177,8 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
 
     Returns:
         The micro-batches of each rank.
-
-    Raises:
-        ValueError: `batches` is empty.
     """
-    if not batches:
-        raise ValueError("there is no micro-batch to deal; give at least one")
-    num_missing = -len(batches) % ranks
-    filled = [*batches, *(empty_like(batches[0]) for _ in range(num_missing))]
+    filled = [*batches, *(empty_like(batches[0]) for _ in range(-len(batches) % ranks))]
     return [filled[rank::ranks] for rank in range(ranks)]
 
 
@@ -233,19 +226,21 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
     prompt = batch.prompt_index[row]
     ids, length = batch.prompt_ids[prompt][batch.prompt_mask[prompt]], int(batch.attention_mask[row].sum())
 
-    rollout = Rollout(
-        uid=batch.uids[row],
-        prompt=Prompt(uid="", text="", answer="", token_ids=tuple(ids.tolist())),
-        finish="stop",
-        token_ids=batch.response_ids[row, :length],
-        rollout_log_probs=batch.rollout_log_probs[row, :length],
-        sampled_mask=batch.response_mask[row, :length],
-        top_ids=batch.top_ids[row, :length],
-        top_log_probs=batch.top_log_probs[row, :length],
-        versions=batch.versions[row, :length],
+    return TrainingSample(
+        rollout=Rollout(
+            uid=batch.uids[row],
+            prompt=Prompt(uid="", text="", answer="", token_ids=tuple(ids.tolist())),
+            finish="stop",
+            token_ids=batch.response_ids[row, :length],
+            rollout_log_probs=batch.rollout_log_probs[row, :length],
+            sampled_mask=batch.response_mask[row, :length],
+            top_ids=batch.top_ids[row, :length],
+            top_log_probs=batch.top_log_probs[row, :length],
+            versions=batch.versions[row, :length],
+        ),
+        score=Score(reward=0.0),
+        advantages=batch.advantages[row, :length],
     )
-
-    return TrainingSample(rollout=rollout, score=Score(reward=0.0), advantages=batch.advantages[row, :length])
 
 
 def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
@@ -258,19 +253,16 @@ def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
     """Copy the tensors of a batch to `device`; copies to a GPU go through pinned memory and are not waited for."""
-    return _to(batch, device) if device.type != "cpu" else batch
+    if device.type == "cpu":
+        return batch
+    return replace(_to(batch, device), packed=batch.packed and _to(batch.packed, device))
 
 
 def _to(batch: _Batch, device: torch.device) -> _Batch:
-    """Copy the tensors of a batch, and those of its packed row, to `device`."""
-    changes: dict[str, Any] = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, Tensor):
-            changes[field.name] = upload(value, device)
-        elif isinstance(value, PackedRow):
-            changes[field.name] = _to(value, device)
-    return replace(batch, **changes)
+    """Copy the tensors of a batch or of a packed row to `device`."""
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    copies = {name: upload(column, device) for name, column in columns.items() if isinstance(column, Tensor)}
+    return replace(batch, **copies)
 
 
 def _length(item: TrainingSample) -> int:

@@ -97,10 +97,8 @@ class RunComponents:
     def close(self) -> None:
         """Close all engines and tasks, even if closing some of them raises."""
         with ExitStack() as closing:
-            for task in self.tasks:
-                closing.callback(task.close)
-            closing.callback(self.policy_engine.close)
-            closing.callback(self.engine.close)
+            for part in (*self.tasks, self.policy_engine, self.engine):
+                closing.callback(part.close)
 
 
 def send_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]], version: Version) -> Sums:

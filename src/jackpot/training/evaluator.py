@@ -47,8 +47,10 @@ class Evaluator:
             components.send_weights(engine, role)
 
         results = {role: self._run(engine, OWN_SET) for role, engine in engines.items()}
-        values = {"tokens/evaluate": float(sum(result.tokens for result in results.values()))}
-        values["eval/problems"] = float(len(self._prompts[OWN_SET]))
+        values = {
+            "tokens/evaluate": float(sum(result.tokens for result in results.values())),
+            "eval/problems": float(len(self._prompts[OWN_SET])),
+        }
         for role, result in results.items():
             self._folder.save_evaluation(iteration, role, result)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from jackpot.core.errors import EngineError
 from jackpot.core.metrics import Max, Mean, Sums
-from jackpot.core.types import Rollout, TokenBatch, Version
+from jackpot.core.types import Rollout, TokenBatch, Version, unique_rows
 from jackpot.objectives.joint import OldLogProbs
 from jackpot.training.batching import sampled_with
 from jackpot.training.reported_lists import Bets
@@ -126,8 +126,7 @@ def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tens
 
     A gap is a token's |p_engine - p_training|; its depth is its position in the response, counted from 1.
     """
-    prompts: dict[str, int] = {}  # number of each prompt, in the order of the prompts' first rollouts
-    prompt_indices = torch.tensor([prompts.setdefault(rollout.prompt.uid, len(prompts)) for rollout in rollouts])
+    prompts, index = unique_rows([(rollout.prompt.uid,) for rollout in rollouts])
     lengths, values = torch.tensor([len(gap) for gap in gaps]), torch.cat(list(gaps)).double()
     # The depth of each token, from 1 on: its place among all tokens less the number of tokens in earlier rollouts.
     depths = torch.arange(1, len(values) + 1) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -135,7 +134,7 @@ def _means_by_depth(rollouts: Sequence[Rollout], gaps: Sequence[Tensor]) -> Tens
     ranges = (depths.double().frexp().exponent - 1).clamp(max=DEPTHS - 1)
 
     # For each token, the index of its prompt and range in [P * D]: sum the gaps in each of these cells.
-    cells = prompt_indices.repeat_interleave(lengths) * DEPTHS + ranges
+    cells = torch.tensor(index).repeat_interleave(lengths) * DEPTHS + ranges
     is_known, size = values.isfinite(), len(prompts) * DEPTHS
     sums = cells[is_known].bincount(values[is_known], minlength=size)
     return (sums / cells[is_known].bincount(minlength=size)).view(-1, DEPTHS)

@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import threading
+from contextlib import suppress
 from typing import Any
 
 HANGUP = signal.SIGHUP  # the terminal was closed, or the connection to it lost
@@ -56,11 +57,8 @@ def _drop_lost_output() -> None:
     A pipe is dropped too: the process at its other end, such as tee, ends by the same hangup.
     """
     for descriptor in (1, 2):
-        try:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
-                continue
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
-        except OSError:  # closed
-            continue
+        with suppress(OSError):  # closed
+            if not (stat.S_ISREG(os.fstat(descriptor).st_mode) or os.isatty(descriptor)):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

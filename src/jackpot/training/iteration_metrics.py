@@ -51,11 +51,10 @@ def training_sums(
     them, are taken from the first epoch only, because a standard error must not count a token twice.
     """
     sums, epochs = _total(results), components.config.batch.ppo_epochs
-    if sums:
-        first_epoch = _total(results[: len(results) // epochs])  # every epoch has equally many steps
-        # The metrics with a standard error, and those from which a standard error is computed.
-        from_first = (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE)
-        sums |= {name: first_epoch[name] for name in from_first if name in first_epoch}
+    first_epoch = _total(results[: len(results) // epochs])  # every epoch has equally many steps
+    # The metrics with a standard error, and those from which a standard error is computed.
+    from_first = (*WITH_STANDARD_ERROR, _BY_RESPONSE, _VARIANCE)
+    sums |= {name: first_epoch[name] for name in from_first if name in first_epoch}
     trained = epochs * sum(len(sample.rollout.token_ids) for sample in samples)
     flops = epochs * sum(components.training_flops(tokens_read(sample.rollout), iteration) for sample in samples)
     return sums | {
@@ -91,7 +90,7 @@ def lag_sums(samples: Sequence[TrainingSample], starts: Iterable[Version]) -> Su
 
 
 def metric_values(sums: Sums) -> dict[str, float]:
-    """Return the value of every metric by name, derived metrics included; this waits for the device once."""
+    """Return the value of every metric by name, derived metrics included, from sums on the CPU."""
     # The effective sample sizes of prefixes of responses (`_PREFIX`) become NaN where they are of few tokens.
     values: dict[str, Tensor] = {
         name: _of_many(metric, metric.value)
@@ -110,14 +109,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if "critic/error" in sums:
         error, returned = (Mean.named(sums, name).variance for name in ("critic/error", "critic/return"))
         values["critic/explained_variance"] = 1.0 - error / returned
-
-    if not values:
-        return {}
-
-    # Copy all values to the CPU at once.
-    device = next(iter(values.values())).device
-    packed = torch.stack([value.detach().double().to(device) for value in values.values()])
-    return dict(zip(values, packed.tolist(), strict=True))
+    return {name: float(value) for name, value in values.items()}
 
 
 def _acceptance_error(sums: Sums) -> Tensor:

@@ -220,19 +220,14 @@ class JointLearner(Learner):
         """Take one optimizer step of policy and critic and, with `steps_rollout_model`, of the rollout model.
 
         Args:
+            micro_batches: at least one, which may be without sequences.
             trace: also return what costs extra: per-token columns for saved rollouts, and how the rollout model's
                 gradient splits into the gradients of its two losses.
             steps_rollout_model: False to keep adding up the rollout model's gradient instead of stepping it.
 
         Returns:
             The result of the step, and |p_engine - p_training| of its tokens, which `column_on_host` fetches.
-
-        Raises:
-            ValueError: `micro_batches` is empty.
         """
-        if not micro_batches:
-            raise ValueError("update got no micro-batch; an optimizer step needs at least one")
-
         # Find the totals over the step that the policy's correction needs, as far as they are known by now.
         on_device = [replace(micro, tokens=self._forward.send(micro.tokens, micro.old)) for micro in micro_batches]
         known = self._totals.before_backward(on_device, self._forward)

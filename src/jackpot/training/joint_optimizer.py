@@ -19,8 +19,6 @@ from jackpot.core.types import Version
 from jackpot.models.parts import read_parts
 from jackpot.training.optimizer import ModelOptimizer, sum_over_ranks
 
-NON_FINITE = "non-finite gradient"
-
 # For each value of `policy.ess_scaling`, a function that takes the metrics of an optimizer step, over all ranks, and
 # returns the effective sample size of the step, as a share of its samples in (0, 1].
 EFFECTIVE_SHARES: dict[str, Callable[[Sums], Tensor]] = {
@@ -91,28 +89,28 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
-        # The denominators of the gradients of all trained models, and of the models that step now.
-        all_counts: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
-        counts = dict(all_counts)
-        if self._accumulator:
-            counts.pop("rollout_model", None)
+        # The denominators of the gradients of the models that step now, and of one that is added up over steps.
+        counts: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
+        added_count = counts.pop("rollout_model", None) if self._accumulator else None
 
         # Divide and clip the gradients of the models that step now.
         norms = {role: self._prepare(role, count) for role, count in counts.items()}
         is_finite = torch.stack([norm.isfinite() for norm in norms.values()]).all()
 
         # Add the rollout model's gradient to its sum over steps, and step on the sum when it is due.
-        if self._accumulator and "rollout_model" in all_counts:
-            is_finite = self._accumulator.add(all_counts["rollout_model"], is_finite)
+        if self._accumulator and added_count is not None:
+            is_finite = self._accumulator.add(added_count, is_finite)
             if steps_rollout_model:
                 counts["rollout_model"] = self._accumulator.pop()
                 norms["rollout_model"] = self._prepare("rollout_model", counts["rollout_model"])
 
-        reading: Sums = {f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()}
-        reading |= {f"{role}/denominator": Sum.number(count) for role, count in counts.items()}
-        reading["tokens"] = Sum.number(sampled_tokens)
-
-        metrics = to_host({**sums, **reading, "health/non_finite_steps": Sum.of(~is_finite)})
+        reading: Sums = {
+            **{f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()},
+            **{f"{role}/denominator": Sum.number(count) for role, count in counts.items()},
+            "tokens": Sum.number(sampled_tokens),
+            "health/non_finite_steps": Sum.of(~is_finite),
+        }
+        metrics = to_host(sums | reading)
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
         metrics |= split_numbers(metrics)
@@ -136,9 +134,8 @@ class JointOptimizer:
         return metrics, tuple(events)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every optimizer by role, without moments; None for a model that is not trained."""
-        roles: tuple[Role, ...] = ("policy", "rollout_model", "critic")
-        return {role: self._optimizers[role].state_dict() if role in self._optimizers else None for role in roles}
+        """Return the state of every optimizer by role, without moments."""
+        return {role: optimizer.state_dict() for role, optimizer in self._optimizers.items()}
 
     def moments(self) -> Iterator[tuple[Role, Iterator[tuple[str, Tensor]]]]:
         """Yield for each trained model its role, and the moments of its optimizer with their names."""
@@ -168,7 +165,7 @@ class JointOptimizer:
         # An accumulated gradient is finite: `GradientAccumulator.add` leaves out steps that are not.
         accumulates = role == "rollout_model" and self._accumulator is not None
         if metrics["health/non_finite_steps"].value > 0 and not accumulates:
-            return NON_FINITE
+            return "non-finite gradient"
         # An accumulated gradient is without tokens if all its steps were left out, any other if this step has none.
         if (count if accumulates else tokens) == 0:
             return "no token"

@@ -21,7 +21,7 @@ from jackpot.objectives.constants import Kappa
 from jackpot.objectives.corrections import Correction
 from jackpot.objectives.joint import COUNTS, OldLogProbs, PolicyObjective, PolicyTerms, TokenScores, measured_inputs
 from jackpot.training.batching import batch_to, empty_like, regroup
-from jackpot.training.old_policy import MicroBatch, holds_target
+from jackpot.training.old_policy import MicroBatch, by_rollout, holds_target
 
 ForwardFn = Callable[[TokenBatch, OldLogProbs | None], TokenScores]
 
@@ -250,15 +250,13 @@ class KappaRepair:
         columns_by_uid: dict[str, dict[str, Tensor]] = {}
         remaining_flags = iter(flags)
 
-        # For each flagged sequence, its row in its batch, and by uid the columns that the loss of the sequence needs.
+        # The rows of the flagged sequences in each batch, and by uid the columns that the loss of a sequence needs.
         for micro, delta in zip(passes, deltas, strict=True):
             batch, inputs = micro.batch, micro.terms.inputs
             rows.append([row for row, flag in enumerate(islice(remaining_flags, len(batch.uids))) if flag])
             counted = COUNTS[self._objective.count](micro.correction, inputs.response_mask)
             pass_columns = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
-            for row in rows[-1]:
-                length = int(batch.attention_mask[row].sum())
-                columns_by_uid[batch.uids[row]] = {name: column[row, :length] for name, column in pass_columns.items()}
+            columns_by_uid |= by_rollout(batch, pass_columns)
 
         # Read the flagged sequences again, gathered in few batches.
         repairs = regroup(batches, rows, self._pads)

@@ -33,8 +33,6 @@ def precisions(engine: str, training: str, device: str, sampling: Sampling) -> l
 COLLAPSED_BELOW = 0.5  # share of the best accuracy below which a policy counts as collapsed
 IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance
 
-Evaluations = Sequence[tuple[int, float]]  # (iteration, accuracy of the policy)
-
 
 class Fall(NamedTuple):
     """A fall of a policy's accuracy: its iteration, and the accuracy before and after."""
@@ -66,13 +64,14 @@ def problems_of(lines: Iterable[Mapping[str, Any]], config: Config) -> int:
     return int(counted[-1]) if counted else config.evaluation.problems
 
 
-def fall_of(evaluated: Evaluations, problems: int) -> Fall | None:
+def fall_of(evaluated: Sequence[tuple[int, float]], problems: int) -> Fall | None:
     """Return the first fall of a policy's accuracy, or None if the policy has not collapsed.
 
     A policy has collapsed if in 2 evaluations in a row its accuracy is below half of the best accuracy before, and also
     below that best accuracy by more than two standard errors.
 
     Args:
+        evaluated: (iteration, accuracy of the policy) of each evaluation.
         problems: number of problems in each evaluation.
     """
     best = 0.0

@@ -4,7 +4,6 @@ rank 0: Trainer, Sampler, engines, guards, run folder ──► LedLearner ─�
 rank r: follow ◄── one message a command, its own micro-batches ───────┴──► its learner, at the same time
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -12,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jackpot.config.sampling import Sampling
-from jackpot.core.errors import CheckpointError, JackpotError, RankError
+from jackpot.core.errors import CheckpointError, JackpotError, RankError, first_line
 from jackpot.core.messages import MessageError, pack, unpack
 from jackpot.core.roles import Role
 from jackpot.core.types import ScoredRollout, TokenBatch, TrainingSample, Version
@@ -114,16 +113,14 @@ class Ranks:
 
     def _beat(self, interval: float) -> None:
         """Send signs of life to all waiting ranks, one an interval, until the run ends or a command fails."""
-        while not self._ended.wait(interval):
-            with self._turn:
-                # A running command holds the lock; so rank 0 is not idle here only after a command that failed.
-                if self._ended.is_set() or not self._is_idle:
-                    return
-                try:
+        with suppress(RuntimeError):  # a rank is lost; the next command reports which
+            while not self._ended.wait(interval):
+                with self._turn:
+                    # A running command holds the lock; so rank 0 is not idle here only after a command that failed.
+                    if self._ended.is_set() or not self._is_idle:
+                        return
                     for rank in range(1, self.size):
                         dist.send(_ALIVE, rank, group=self._waiting)
-                except RuntimeError:  # a rank is lost; the next command reports which
-                    return
 
     @contextmanager
     def _command(self, sequence_number: int, name: str) -> Iterator[None]:
@@ -194,8 +191,7 @@ class Ranks:
 
 def _reason(error: RuntimeError) -> str:
     """Return the message of an error of torch, without the position in torch's source and without advice."""
-    line = str(error).strip().partition("\n")[0]
-    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
+    return re.sub(r"^\[[^]]*\] ", "", first_line(error)).partition(". ")[0]
 
 
 class LedLearner(Learner):
@@ -229,8 +225,10 @@ class LedLearner(Learner):
         """Train on all ranks, each on its share of every step's micro-batches, and join their traces and gaps."""
         # Deal the micro-batches of every step out to the ranks: [step][rank], a list of micro-batches.
         dealt = [deal(mini_batch, self._ranks.size) for mini_batch in mini_batches]
-        options = {"trace": trace, "with_rollout_model": with_rollout_model}
-        arguments = [{"mini_batches": [step[rank] for step in dealt]} | options for rank in range(self._ranks.size)]
+        arguments = [
+            {"mini_batches": [step[rank] for step in dealt], "trace": trace, "with_rollout_model": with_rollout_model}
+            for rank in range(self._ranks.size)
+        ]
         result, *replies = self._all("train", arguments)
 
         # Ranks 1, 2, ... have replied with the traces and gaps of their rollouts; rank 0's own join them.
@@ -244,8 +242,6 @@ class LedLearner(Learner):
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        if not batches:
-            return {}
         return self._by_rollout("score", batches, role=role, sampling=sampling.model_dump(), from_copy=from_copy)
 
     def keep_weights(self, role: Role) -> None:
@@ -373,11 +369,10 @@ class LastCommand:
             more: further entries of the file, such as the error.
         """
         command = {"number": self.sequence_number, "command": self.name, "state": state, "time": time.time()}
-        facts = self._facts | command | more
         partial = self._path.with_suffix(".partial")
-        with contextlib.suppress(OSError):  # the run goes on without the file
+        with suppress(OSError):  # the run goes on without the file
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(facts) + "\n")
+            partial.write_text(json.dumps(self._facts | command | more) + "\n")
             partial.replace(self._path)
 
 

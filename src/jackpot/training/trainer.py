@@ -86,8 +86,7 @@ class Trainer:
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
 
-        count = state["non_finite"] if state else 0
-        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count)
+        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event)
         self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
 
@@ -97,6 +96,7 @@ class Trainer:
         self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)
 
         if state is not None:
+            self._non_finite.count = state["non_finite"]
             self._sampler.load_state_dict(state)
             self._versions.extend(Version(*version) for version in state["versions"])
             self.iteration = state["iteration"]
@@ -147,9 +147,12 @@ class Trainer:
                 with self._clock("save"):
                     self._save(iteration, samples, steps)
 
-                sums = batch.sums | training_sums(samples, steps, components, iteration)
-                sums |= lag_sums(samples, self._versions) | add_sums(*sent)
-
+                sums = (
+                    batch.sums
+                    | training_sums(samples, steps, components, iteration)
+                    | lag_sums(samples, self._versions)
+                    | add_sums(*sent)
+                )
                 self._non_finite.check(steps, iteration)
                 self._finish_iteration(sums)
 
@@ -255,8 +258,11 @@ class Trainer:
 
         The checkpointer adds the rest of the state.
         """
-        versions = [list(version) for version in self._versions]
-        return {"non_finite": self._non_finite.count, "versions": versions} | self._sampler.state_dict()
+        return {
+            "non_finite": self._non_finite.count,
+            "versions": [list(version) for version in self._versions],
+            **self._sampler.state_dict(),
+        }
 
     def _record_events(self) -> None:
         """Append to events.jsonl what has happened in tasks and engines since the last call of this method."""

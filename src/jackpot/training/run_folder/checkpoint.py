@@ -316,23 +316,25 @@ class Checkpointer:
 
         best = {"iteration": iteration, "accuracy": self._value} if is_best else self._best
         # Complete the state, of which the trainer has given its own part.
-        state |= {"iteration": iteration, "best": best, "failed": self._folder.failed}
-        state |= {"version": list(self._components.learner.version), "settings": config.model_dump_json()}
+        state |= {
+            "iteration": iteration,
+            "best": best,
+            "failed": self._folder.failed,
+            "version": list(self._components.learner.version),
+            "settings": config.model_dump_json(),
+        }
 
         self._folder.flush(iteration)
-        error = self._try(iteration, roles, state, is_best)
-        if error:
+        if error := self._try(iteration, roles, state, is_best):
             self._folder.failure(iteration, "checkpoint/failed", {"event": "checkpoint_failed", "why": str(error)})
-        if error and is_best:  # try at once, since one iteration later the best policy no longer exists
-            error = self._try(iteration, roles, state, is_best)
+            if is_best:  # try at once, since one iteration later the best policy no longer exists
+                error = self._try(iteration, roles, state, is_best)
         self._overdue = error is not None
-        if error:
-            return error
-
-        self._saved, self._best = iteration, best
-        with self._folder.dispensable(iteration, "removal of old checkpoints"):
-            self._checkpoints.prune()
-        return None
+        if not error:
+            self._saved, self._best = iteration, best
+            with self._folder.dispensable(iteration, "removal of old checkpoints"):
+                self._checkpoints.prune()
+        return error
 
     def _try(
         self, iteration: int, roles: Sequence[Role], state: dict[str, Any], is_best: bool
@@ -378,9 +380,8 @@ def resolve_model_path(model: str) -> str:
     if config is None:
         return model  # a model's folder or name, no run folder
     folder = Path(model).expanduser()
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
     try:
-        if best := checkpoints.best():
+        if best := Checkpoints(folder / "checkpoints", config.checkpoint.keep).best():
             return str(best / "policy")
     except CorruptCheckpoint as error:
         _log.warning("%s; taking the newest checkpoint", error)

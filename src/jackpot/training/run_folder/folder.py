@@ -165,7 +165,9 @@ class RunFolder:
         if config.tracking.wandb:
             wandb_module()  # raises if wandb is not installed
         Environment(self.path)  # raises if environment.json is damaged or of a later version
-        finished, has_checkpoint = self._finished(), self._has_checkpoint()
+        finished = self._finished()
+        # Whether there is a checkpoint, intact or corrupt, even if its lines in metrics.jsonl are lost.
+        has_checkpoint = any(path.suffix != PARTIAL for path in self.checkpoints.glob("step-*"))
         if not (finished or has_checkpoint or (self.path / "config.yaml").exists()):
             return
         before = run_config(self.path)
@@ -297,24 +299,22 @@ class RunFolder:
 
     def rewind(self, iteration: int) -> None:
         """Move lines and files of iterations after `iteration`, where the run continues, to superseded/ (-1: all)."""
-        with checkpoint_error_in(self.path):
-            for name in ("metrics.jsonl", "events.jsonl"):
-                self._cut(name, iteration)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            self._cut(name, iteration)
 
-            # Files of later iterations move away; half-written files are removed.
-            later = []
-            for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
-                pattern = rf"iteration-(?P<number>\d+)(\.parquet|-.+\.jsonl)(?P<partial>{re.escape(PARTIAL)})?"
-                written = re.fullmatch(pattern, path.name)
-                if written and written["partial"]:
-                    path.unlink()
-                elif written and int(written["number"]) > iteration:
-                    later.append(path)
-            if iteration < 0:
-                later += self.path.glob("config.yaml")
-                later += event_files(self.path / "tensorboard")
-            self.supersede(later)
-            (self.path / "tensorboard").mkdir(exist_ok=True)
+        # Files of later iterations move away; half-written files are removed.
+        later = []
+        for path in [*self.rollouts.glob("iteration-*"), *(self.path / "eval").glob("iteration-*")]:
+            pattern = rf"iteration-(?P<number>\d+)(\.parquet|-.+\.jsonl)(?P<partial>{re.escape(PARTIAL)})?"
+            written = re.fullmatch(pattern, path.name)
+            if written and written["partial"]:
+                path.unlink()
+            elif written and int(written["number"]) > iteration:
+                later.append(path)
+        if iteration < 0:
+            later += [*self.path.glob("config.yaml"), *event_files(self.path / "tensorboard")]
+        self.supersede(later)
+        (self.path / "tensorboard").mkdir(exist_ok=True)
 
         self._tensorboard = f"tensorboard/{event_file_name(self.path / 'tensorboard')}"
         # TensorBoard shall show no iterations from older files that this start runs again.
@@ -445,10 +445,6 @@ class RunFolder:
         """Return the newest finished iteration in metrics.jsonl; 0 where there is none."""
         return max((line["iteration"] for line in self.read("metrics.jsonl")), default=0)
 
-    def _has_checkpoint(self) -> bool:
-        """Return whether the run has a checkpoint, intact or corrupt, even if its lines in metrics.jsonl are lost."""
-        return any(path.suffix != PARTIAL for path in self.checkpoints.glob("step-*"))
-
     def _write_config(self, config: Config, iteration: int, changed: Sequence[Change]) -> None:
         """Write config.yaml, with one comment for every change of a setting since the run began."""
         path = self.path / "config.yaml"
@@ -462,10 +458,9 @@ class RunFolder:
     def _is_in_place(self) -> bool:
         """Tell whether the folder's .lock is still the file that this process has locked."""
         try:
-            path = (self.path / ".lock").stat()
-            return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), path)
+            return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), (self.path / ".lock").stat())
         except FileNotFoundError:
-            return self._lock is None
+            return False
 
     def _append(self, name: str, record: bytes) -> None:
         """Append a record to a file of the folder; on a full disk keep it in memory, and warn the first time.

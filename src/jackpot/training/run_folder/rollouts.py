@@ -58,6 +58,7 @@ def _table(
     rollouts = [item.rollout for item in samples]
     tokens = [tokenizer.convert_ids_to_tokens(rollout.token_ids.tolist()) for rollout in rollouts]
     verdicts = [item.score.correct for item in samples]
+    trace_rows = [traces[rollout.uid] for rollout in rollouts]  # for each rollout, the learner's columns by name
 
     columns = {
         "iteration": _numbers(np.full(len(samples), iteration)),
@@ -79,10 +80,8 @@ def _table(
         "rollout_top_ids": _lists([rollout.top_ids for rollout in rollouts]),
         "rollout_top_log_probs": _lists([rollout.top_log_probs for rollout in rollouts]),
         "versions": _lists([rollout.versions for rollout in rollouts]),
+        **{name: _lists([row[name] for row in trace_rows]) for name in trace_rows[0]},
     }
-
-    trace_rows = [traces[rollout.uid] for rollout in rollouts]  # for each rollout, the learner's columns by name
-    columns |= {name: _lists([row[name] for row in trace_rows]) for name in (trace_rows[0] if trace_rows else ())}
     return pa.table(columns)
 
 

@@ -91,12 +91,12 @@ def open_rollout_file(path: Path) -> RolloutFile:
         columns = [group.column(index) for group in groups for index in range(group.num_columns)]
         # The file calls the values of the list column token_ids, one for each token, token_ids.list.element.
         tokens = sum(column.num_values for column in columns if column.path_in_schema.startswith("token_ids."))
-
-        iteration = int(path.stem.split("-")[1])
-        return RolloutFile(path=path, iteration=iteration, responses=file.metadata.num_rows, tokens=tokens)
+        return RolloutFile(
+            path=path, iteration=int(path.stem.split("-")[1]), responses=file.metadata.num_rows, tokens=tokens
+        )
+    except UnreadableRollouts:
+        raise
     except (OSError, pa.ArrowException, ValueError) as error:
-        if isinstance(error, UnreadableRollouts):
-            raise
         raise UnreadableRollouts(_why(path, first_line(error))) from error
 
 
