@@ -41,6 +41,7 @@ from research.study import (
     TUNING_SEED,
     best_factor,
     committed,
+    interval_of,
     read_summary,
     recipe_of,
     tuning_name,
@@ -167,7 +168,7 @@ def outcome(one: Outcome, other: Outcome) -> int | None:
     if differences is None:
         return None
 
-    interval = differences.interval
+    interval = interval_of(differences)
     if interval.low is not None:
         half = interval.high - interval.value
     elif one.error is not None and other.error is not None:

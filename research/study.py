@@ -30,6 +30,7 @@ from jackpot.config.config import Config
 from jackpot.config.corrections import WITH_PROXIMAL
 from jackpot.config.recipes import resolve
 from jackpot.config.schedules import ShareSchedule
+from jackpot.core.statistics import Interval, Sample, student_t
 from research.reference import ROOT, digest_of, git, still_holds
 from tools.toy_models import HARD_MODELS, STUDY_MODELS, make_toy_models
 
@@ -42,6 +43,16 @@ MANY = tuple(range(201, 225))  # of the panel `power`
 TWELVE = tuple(range(301, 313))  # of the panel `hard`
 ALONE = "alone"  # in place of a pair's name, where there is no rollout model
 LONG = 250  # iterations: 1,000 optimizer steps
+
+
+def interval_of(sample: Sample) -> Interval:
+    """The mean of a sample with its confidence interval by Student's t; without bounds for a single value."""
+    mean, error = sample.mean, sample.error
+    if error is None:
+        return Interval(mean, None, None)
+
+    half = student_t(len(sample.values) - 1) * error
+    return Interval(mean, mean - half, mean + half)
 
 
 @dataclass(frozen=True, kw_only=True)

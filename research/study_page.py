@@ -46,6 +46,7 @@ from research.study import (
     Study,
     committed,
     filled,
+    interval_of,
 )
 from tools.toy_models import STUDY_MODELS, ToyModelSpec, make_meta_model
 
@@ -86,7 +87,7 @@ Row = Sequence[str]
 
 def interval_text(sample: Sample) -> str:
     """A mean difference and its 95 % interval by Student's t, in points: `-1.2 [-2.0, -0.4]`."""
-    interval = sample.interval
+    interval = interval_of(sample)
     ends = "" if interval.low is None else f" [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
     return f"{100 * interval.value:+.1f}{ends}"
 
@@ -157,7 +158,7 @@ class Arms:
 
     def reaching(self, margin: float = MARGIN) -> list[str]:
         """The arms that reach the target: their whole interval is above the margin."""
-        lows = {arm: self.difference(arm, "on_policy").interval.low for arm in self.cheap()}
+        lows = {arm: interval_of(self.difference(arm, "on_policy")).low for arm in self.cheap()}
         return [arm for arm, low in lows.items() if low is not None and low > margin]
 
     def cheap(self) -> list[str]:
@@ -345,7 +346,7 @@ def ratio_text(ratios: Sequence[float]) -> str:
     """The geometric mean of ratios and, of three and more, its 95 % interval by Student's t: `1.34 [1.20, 1.50]`."""
     if not ratios:
         return "-"
-    interval = Sample(tuple(math.log(ratio) for ratio in ratios)).interval
+    interval = interval_of(Sample(tuple(math.log(ratio) for ratio in ratios)))
     ends = f" [{math.exp(interval.low):.2f}, {math.exp(interval.high):.2f}]" if len(ratios) > 2 else ""
     return f"{math.exp(interval.value):.2f}{ends}"
 
@@ -544,7 +545,7 @@ def _draw_pair(panel: "Axes", arms: Arms) -> float:
         for place, (name, marker) in enumerate(zip(names, MARKERS, strict=False)):
             if name not in arms:
                 continue
-            right = arms.spread("on_policy" if name == EXACT else name).interval
+            right = interval_of(arms.spread("on_policy" if name == EXACT else name))
             at = 100 * arms.share(name, "rollout") + APART * (place - (len(names) - 1) / 2)
             label = family if len(names) == 1 else f"{family}: {name}"
             bar = 0.0 if right.high is None else 100 * (right.high - right.value)

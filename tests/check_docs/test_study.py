@@ -16,6 +16,7 @@ from jackpot.analysis.compare.summary import EvaluationPoint, RunSummary
 from jackpot.analysis.diagnose.collapse import Collapse
 from jackpot.config.changes import settings_of
 from jackpot.config.recipes import load_recipe
+from jackpot.core.statistics import Interval, Sample
 from jackpot.models.cost import forward_cost
 from jackpot.models.hub import resolve_path
 from research import reference, study, study_page
@@ -236,10 +237,13 @@ def test_a_difference_is_paired_and_has_students_interval(whole: "study.Study") 
     arms.runs["tis"] = {seed: ending(one, last(one) + jump) for (seed, one), jump in zip(base, jumps, strict=True)}
     found = arms.difference("tis", "none")
     half = 2.7764451 * stdev(jumps) / math.sqrt(5)
-    assert found.mean == pytest.approx(mean(jumps)) and found.interval.high - found.mean == pytest.approx(half)
+    assert found.mean == pytest.approx(mean(jumps)) and study.interval_of(found).high - found.mean == pytest.approx(
+        half
+    )
     assert arms["tis-none"] == f"+3.0 [{100 * (0.03 - half):+.1f}, {100 * (0.03 + half):+.1f}]"
-    assert found.interval.low == pytest.approx(0.03 - half, abs=1e-6)
+    assert study.interval_of(found).low == pytest.approx(0.03 - half, abs=1e-6)
     assert arms["nobody-none"] == "not run yet"
+    assert study.interval_of(Sample((0.3,))) == Interval(0.3, None, None)
 
 
 def test_the_target_needs_the_interval_and_the_cost(whole: "study.Study") -> None:

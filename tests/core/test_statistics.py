@@ -7,27 +7,21 @@ import pytest
 import scipy.stats
 from scipy.special import stdtrit
 
-from jackpot.core.statistics import Estimate, Interval, Sample, paired_differences, student_t
+from jackpot.core.statistics import Estimate, Sample, paired_differences, student_t
 
 VALUES = (0.31, 0.4, 0.27, 0.55, 0.38)
 
 
-def test_a_sample_has_the_mean_error_and_interval_of_scipy() -> None:
+def test_a_sample_has_the_mean_and_error_of_scipy() -> None:
     sample = Sample(VALUES)
     error = scipy.stats.sem(VALUES)
     assert sample.deviation == pytest.approx(np.std(VALUES, ddof=1), rel=1e-12)
     assert (sample.estimate.value, sample.estimate.error) == pytest.approx((np.mean(VALUES), error), rel=1e-12)
-    bounds = scipy.stats.t.interval(0.95, len(VALUES) - 1, np.mean(VALUES), error)
-    assert (sample.interval.low, sample.interval.high) == pytest.approx(bounds, rel=1e-9)
 
 
-def test_a_single_value_has_neither_error_nor_interval() -> None:
+def test_a_single_value_has_no_error() -> None:
     sample = Sample((0.3,))
-    assert (sample.deviation, sample.estimate, sample.interval) == (
-        None,
-        Estimate(0.3, None),
-        Interval(0.3, None, None),
-    )
+    assert (sample.deviation, sample.estimate) == (None, Estimate(0.3, None))
 
 
 def test_differences_are_paired_by_key_and_not_by_order() -> None:

@@ -99,7 +99,7 @@ FORMULAS = {  # "file::function": tests
     **dict.fromkeys(
         [
             f"objectives/losses.py::{name}"
-            for name in ("_clipped", "_is_clipped", "clipped_surrogate", "_gspo", "_gmpo", "_cispo", "oapl")
+            for name in ("_clipped", "clipped_surrogate", "_gspo", "_gmpo", "_cispo", "oapl")
         ],
         ("objectives/test_losses.py",),
     ),

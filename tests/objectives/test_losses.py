@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackpot.objectives.losses import LOSS_AGG_MODES, SURROGATES, clip_share, clipped_surrogate, oapl
+from jackpot.objectives.losses import LOSS_AGG_MODES, SURROGATES, clipped_surrogate, oapl
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 RTOL = 1e-12
@@ -17,7 +17,7 @@ def surrogate_and_slope(ratio, advantage, clip_low=0.2, clip_high=0.3):
     """S and dS / d log p_new where p_new / p_proximal is `ratio`."""
     log_probs = torch.tensor([[math.log(ratio) - 1.0]], dtype=torch.float64, requires_grad=True)
     proximal, advantages = torch.full_like(log_probs, -1.0), torch.full_like(log_probs, advantage)
-    value = clipped_surrogate(log_probs, proximal, advantages, clip_low, clip_high)
+    value = clipped_surrogate(log_probs, proximal, advantages, advantages.bool(), clip_low, clip_high).value
     value.sum().backward()
     return value.item(), log_probs.grad.item()
 
@@ -49,7 +49,7 @@ def test_without_a_clip_the_surrogate_is_ratio_times_advantage(ratio, advantage)
 def test_at_the_current_policy_the_gradient_is_that_of_log_p():
     log_probs = torch.tensor([[-0.3, -5.0, -1.0]], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([[2.0, -3.0, 0.0]], dtype=torch.float64)
-    clipped_surrogate(log_probs, log_probs.detach(), advantages, 0.0, 0.0).sum().backward()
+    clipped_surrogate(log_probs, log_probs.detach(), advantages, advantages.bool(), 0.0, 0.0).value.sum().backward()
     # at the boundary itself torch shares the gradient of min and clamp; the clip must leave all of it
     assert log_probs.grad.tolist() == [[2.0, -3.0, 0.0]]
 
@@ -57,21 +57,23 @@ def test_at_the_current_policy_the_gradient_is_that_of_log_p():
 def test_no_gradient_reaches_the_proximal_point():
     log_probs = torch.zeros(1, 2, requires_grad=True)
     proximal = torch.zeros(1, 2, requires_grad=True)
-    clipped_surrogate(log_probs, proximal, torch.ones(1, 2), 0.2, 0.2).sum().backward()
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    clipped_surrogate(log_probs, proximal, torch.ones(1, 2), mask, 0.2, 0.2).value.sum().backward()
     assert proximal.grad is None and log_probs.grad.abs().sum() > 0
 
 
 @few
 @given(st.floats(0.1, 3.0), st.sampled_from([-2.0, 0.0, 2.0]))
-def test_the_clip_share_marks_where_the_gradient_is_gone(ratio, advantage):
+def test_the_surrogate_marks_where_the_gradient_is_gone(ratio, advantage):
     _, slope = surrogate_and_slope(ratio, advantage)
-    marked = clip_share(
+    marked = clipped_surrogate(
         torch.tensor([[math.log(ratio)]], dtype=torch.float64),
         torch.zeros(1, 1, dtype=torch.float64),
         torch.tensor([[advantage]], dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.bool),
         0.2,
         0.3,
-    )
+    ).clipped
     assert marked.item() == (slope == 0.0 and advantage != 0.0)
 
 

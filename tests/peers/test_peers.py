@@ -204,7 +204,7 @@ def test_losses_and_gradients(case, name, ratio):
     low, high = (arguments.get(f"clip_ratio_{end}", arguments.get(f"epsilon_{end}")) for end in ("low", "high"))
     correction = correct("tis", {"cap": arguments["tis"]}) if arguments["tis"] else correct("none", {})
     new, token_advantages = INPUTS.new_log_probs.clone().requires_grad_(), INPUTS.advantages[:, None].expand_as(MASK)
-    gain = surrogate.clipped_surrogate(new, INPUTS.target_log_probs, token_advantages, low, high)
+    gain = surrogate.clipped_surrogate(new, INPUTS.target_log_probs, token_advantages, MASK, low, high).value
     factor = correction.weights * correction.accept_mask
     loss = aggregate(name, -factor * gain, correction.accept_mask)
     loss.backward()

@@ -6,7 +6,7 @@ A message begins with a checksum of the rest, and can make no objects but those 
 import json
 import math
 import zlib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from jackpot.core.types import (
     TrainingSample,
 )
 
-_KNOWN = (AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch, TrainingSample)
-_CLASSES = {known.__name__: known for known in _KNOWN}
+_CLASSES = {
+    known.__name__: known
+    for known in (AttentionBlock, PackedRow, Prompt, Rollout, Score, ScoredRollout, TokenBatch, TrainingSample)
+}
 _ALIGNED = 8  # every part of a message begins at a multiple of so many bytes, so that tensors are read without a copy
 
 
@@ -119,9 +121,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
     name = type(value).__name__
     if _CLASSES.get(name) is type(value):
-        # The fields of a dataclass; a class that is none is a named tuple.
-        members = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else list(value)
-        return {name: [_plain(member, tensors) for member in members]}
+        return {name: [_plain(getattr(value, field.name), tensors) for field in fields(value)]}
 
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _plain(entry, tensors) for key, entry in value.items()}}
@@ -150,6 +150,4 @@ def _value(plain: Any, tensors: list[Tensor]) -> Any:
         return tuple(values)
 
     known = _CLASSES[name]
-    if not is_dataclass(known):  # a named tuple
-        return known(*values)
     return known(**dict(zip((field.name for field in fields(known)), values, strict=True)))

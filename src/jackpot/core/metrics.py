@@ -6,7 +6,6 @@ send them to the other ranks and to copy them to the CPU, all are written into o
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -16,11 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jackpot.core.statistics import Estimate
-
-
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum the `values` at which `mask` is True: a float64 scalar. All other values are ignored, NaN included."""
-    return torch.where(mask, values.double(), 0.0).sum()
 
 
 class Metric(ABC):
@@ -78,9 +72,12 @@ class Mean(Metric):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> "Mean":
-        """Build the mean of the `values` at which `mask` is True; both tensors have one shape, which may be any."""
-        values = values.detach().double()
-        return cls(masked_sum(values, mask), masked_sum(values.square(), mask), mask.double().sum())
+        """Build the mean of the `values` at which `mask` is True; all other values are ignored, NaN included.
+
+        Both tensors have one shape, which may be any.
+        """
+        values = torch.where(mask, values.detach().double(), 0.0)
+        return cls(values.sum(), values.square().sum(), mask.double().sum())
 
     @classmethod
     def number(cls, value: float | Tensor) -> "Mean":
@@ -324,22 +321,18 @@ def means(columns: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Means:
 
 def add_sums(*metric_sets: Mapping[str, Kind]) -> dict[str, Kind]:
     """Add sets of metrics name by name; a name that only some sets have is kept. All metrics are on one device."""
-    # rounds[0] has the first metric of every name, rounds[1] the second of every name that has two, and so on.
-    rounds: list[dict[str, Kind]] = []
-    counts: Counter[str] = Counter()
+    by_name: dict[str, list[Kind]] = {}
     for name, metric in (item for metrics in metric_sets for item in metrics.items()):
-        if counts[name] == len(rounds):
-            rounds.append({})
-        rounds[counts[name]][name] = metric
-        counts[name] += 1
+        by_name.setdefault(name, []).append(metric)
 
+    # rounds[0] has the first metric of every name, rounds[1] the second of every name that has two, and so on.
+    most = max(map(len, by_name.values()), default=0)
+    rounds = [{name: found[i] for name, found in by_name.items() if i < len(found)} for i in range(most)]
     if len(rounds) < 2:
         return rounds[0] if rounds else {}
 
-    # Write each round into one row of numbers, add the rows, and read the metrics from the sum.
     layout = _layout(rounds[0])
-    rows = torch.stack([_packed(metrics, layout) for metrics in rounds])
-    return _unpacked(_added(rows, layout), layout)
+    return _added([_packed(metrics, layout) for metrics in rounds], layout)
 
 
 def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
@@ -351,8 +344,7 @@ def all_reduce_sums(sums: dict[str, Kind]) -> dict[str, Kind]:
     if not sums or not _has_ranks():
         return sums
     layout = _layout(sums)
-    rows = torch.stack(_of_every_rank(_packed(sums, layout)))  # one row of numbers from each rank
-    return _unpacked(_added(rows, layout), layout)
+    return _added(_of_every_rank(_packed(sums, layout)), layout)  # one row of numbers from each rank
 
 
 def all_gather(values: Tensor) -> Tensor:
@@ -464,7 +456,7 @@ def _unpacked(row: Tensor, layout: _Layout[Kind]) -> dict[str, Kind]:
     }
 
 
-def _added(rows: Tensor, layout: _Layout[Kind]) -> Tensor:
-    """Add up the metrics in R rows of numbers, each written by `_packed` with this layout: [R, L] -> [L]."""
-    sums, largest, logs = rows.split(layout.sizes, dim=1)
-    return torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)])
+def _added(rows: list[Tensor], layout: _Layout[Kind]) -> dict[str, Kind]:
+    """Add up the metrics in several rows of L numbers, each written by `_packed` with this layout."""
+    sums, largest, logs = torch.stack(rows).split(layout.sizes, dim=1)
+    return _unpacked(torch.cat([sums.sum(0), largest.amax(0), logs.logsumexp(0)]), layout)

@@ -64,16 +64,6 @@ class Sample:
         """Return the mean with its standard error."""
         return Estimate(self.mean, self.error)
 
-    @property
-    def interval(self) -> Interval:
-        """Return the mean with its confidence interval by Student's t; without bounds for a single value."""
-        mean, error = self.mean, self.error
-        if error is None:
-            return Interval(mean, None, None)
-
-        half = student_t(len(self.values) - 1) * error
-        return Interval(mean, mean - half, mean + half)
-
 
 def paired_differences(first: Mapping[Key, float], second: Mapping[Key, float]) -> Sample | None:
     """Subtract the values of `second` from those of `first`, key by key; None without a key in common.

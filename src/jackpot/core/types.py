@@ -124,7 +124,8 @@ class TrainingSample:
     returns: Tensor | None = None  # [T] float32, what the critic learns to predict
 
 
-class AttentionBlock(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionBlock:
     """The shape of a block: several sequences of a `PackedRow`, whose attention is computed in one call.
 
     Within the block each sequence is padded to the longest one, and its queries attend to its own keys alone.

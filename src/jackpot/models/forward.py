@@ -110,7 +110,7 @@ def read_row(module: PreTrainedModel, row: PackedRow) -> Tensor:
     Raises:
         ModelError: as `packed_attention`.
     """
-    config = _text_config(module)
+    config = module.config.get_text_config()
     with AttentionSet(config, packed_implementation(config)):
         output = module(
             input_ids=row.token_ids[None],
@@ -238,7 +238,7 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 def _is_length_free(model: PreTrainedModel) -> bool:
     """Tell whether keys and values of a token depend only on the tokens up to it, however long the sequence gets."""
     # The rotary settings are one dict, or a dict for each kind of layer; {} for a model without any.
-    by_layer = getattr(_text_config(model), "rope_parameters", None) or {}
+    by_layer = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
     return (
         not any(rope.get("rope_type") in _ROPES_BY_LENGTH for rope in ropes)
@@ -307,7 +307,7 @@ def cut_head(model: PreTrainedModel, rows: int) -> None:
 
 def logit_softcap(model: PreTrainedModel) -> float | None:
     """Return c of a model whose logits are c * tanh(head(hidden) / c), such as Gemma 2; None for other models."""
-    return getattr(_text_config(model), "final_logit_softcapping", None)
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -337,11 +337,6 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of the language model, which may be a part of a model that also reads images."""
-    return model.config.get_text_config()
-
-
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only the input of every layer, and recompute its activations in backward.
 
@@ -360,7 +355,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         )
 
     model.gradient_checkpointing_enable()
-    config = _text_config(model)
+    config = model.config.get_text_config()
     # The second forward pass, in backward, uses the attention of the first, though the config may name another by then.
     # `context_fn` gives a context for each of the two passes.
     for layer in layers:

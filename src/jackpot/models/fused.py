@@ -5,7 +5,7 @@ gives to the modules of a loaded model.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial, wraps
 from types import FunctionType, MethodType
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from jackpot.models.load import in_float32
+from jackpot.objectives.kernels.autograd import split_range
 
 Forward = Callable[..., Any]
 
@@ -60,7 +61,7 @@ class RMSNorm(torch.autograd.Function):
         out = torch.empty_like(rows, dtype=torch.promote_types(x.dtype, weight.dtype))
         scale = rows.new_empty((len(rows), 1), dtype=_WIDE)  # 1 / sqrt(mean x^2 + eps)
 
-        for run in _runs(len(rows), CHUNK // width):
+        for run in split_range(len(rows), max(1, CHUNK // width)):
             chunk = rows[run].to(_WIDE)
             norm = torch.linalg.vector_norm(chunk, dim=1, keepdim=True)
             torch.rsqrt(norm.square_().div_(width).add_(eps), out=scale[run])
@@ -84,7 +85,7 @@ class RMSNorm(torch.autograd.Function):
         wide = weight.to(_WIDE)
         grad_x, grad_weight = torch.empty_like(rows), torch.zeros_like(wide)
 
-        for run in _runs(len(rows), CHUNK // rows.shape[1]):
+        for run in split_range(len(rows), max(1, CHUNK // rows.shape[1])):
             normed, wide_grads = rows[run] * scale[run], grads[run].to(_WIDE)  # n and g
             products = wide_grads * normed  # g n
             grad_weight += products.sum(0)
@@ -112,7 +113,7 @@ class GatedProduct(torch.autograd.Function):
         gates, ups = _rows(gate), _rows(up)
         transposed = weight.to(gate.dtype).t()
         out = gates.new_empty((len(gates), len(weight)))
-        for run in _runs(len(gates), PRODUCT_ROWS):
+        for run in split_range(len(gates), PRODUCT_ROWS):
             torch.mm(silu(gates[run]).mul_(ups[run]), transposed, out=out[run])
         ctx.save_for_backward(gate, up, weight)
         return out.view(*gate.shape[:-1], -1)
@@ -129,7 +130,7 @@ class GatedProduct(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=_WIDE) if ctx.needs_input_grad[2] else None
 
         # `products` is the gradient of silu(gate) * up. Times one of the two factors it is the gradient of the other.
-        for run in _runs(len(gates), PRODUCT_ROWS):
+        for run in split_range(len(gates), PRODUCT_ROWS):
             active = silu(gates[run])
             if grad_weight is not None:
                 _add_product(grad_weight, grads[run].t(), active * ups[run])
@@ -167,20 +168,13 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return x cos + (x_2 first, x_1 second) for x = (x_1, x_2), halves of the last dimension, with the strides of x.
     `first` and `second` are halves of the sine; which of them is negated gives the direction of the rotation."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
-    # A run is so many positions that x has at most CHUNK numbers at them.
-    for run in _runs(x.shape[2], CHUNK * x.shape[2] // x.numel()):
+    # A run is so many positions that x has at most CHUNK numbers at them, but at least one.
+    for run in split_range(x.shape[2], max(1, CHUNK * x.shape[2] // x.numel())):
         source, target = x[:, :, run], out[:, :, run]
         torch.mul(source, cos[:, :, run], out=target)
         target[..., :half].addcmul_(source[..., half:], first[:, :, run])
         target[..., half:].addcmul_(source[..., :half], second[:, :, run])
     return out
-
-
-def _runs(count: int, longest: int) -> Iterator[slice]:
-    """Cut range(count) into the fewest near-equal runs of at most `longest` items; a run has at least one item."""
-    # -(-a // b) is a / b rounded up; without items the size is 1.
-    size = -(-count // max(1, -(-count // max(1, longest)))) or 1
-    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _rows(tensor: Tensor) -> Tensor:

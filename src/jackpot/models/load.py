@@ -96,8 +96,7 @@ def load_value_model(
 
     # Where the folder has no weights for the critic's head, it is a language model's: begin with a head of zeros.
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
-    is_new = set(info["missing_keys"]) == set(head)
-    if is_new:
+    if set(info["missing_keys"]) == set(head):
         info["missing_keys"] = set()
         # A language model's own head, which the critic does not have, is no error.
         info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not name.startswith("lm_head.")}

@@ -43,8 +43,7 @@ class Dealer:
 
     def __call__(self, name: str, size: int) -> int:
         """Return the number of the part for a tensor of `size` bytes; all ranks have to ask in the same order."""
-        smallest = self._sizes.index(min(self._sizes))
-        number = self._part_of.setdefault(name, smallest)
+        number = self._part_of.setdefault(name, self._sizes.index(min(self._sizes)))
         self._sizes[number] += size
         return number
 

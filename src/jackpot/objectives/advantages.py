@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jackpot.core.errors import unknown_name
-
 EQUAL_SPREAD = 1e-9  # largest difference of equal rewards, as a share of max(1, largest |reward|)
 
 
@@ -112,23 +110,15 @@ ADVANTAGES: dict[str, Callable[[Outcomes], Tensor]] = {
 def compute_advantages(
     name: str, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, beta: float = 1.0
 ) -> Tensor:
-    """Check the inputs and compute `ADVANTAGES[name]`: [B].
+    """Compute `ADVANTAGES[name]`: [B].
 
     Args:
         rewards: [B] float.
         groups: [B] int64, the index of each response's group.
         lengths: [B] int64, sampled tokens of each response; None counts all responses alike.
         beta: coefficient of `oapl`, above 0; no other advantage reads it.
-
-    Raises:
-        ValueError: an unknown name, or other shapes.
     """
-    if name not in ADVANTAGES:
-        raise ValueError(unknown_name("advantage", name, ADVANTAGES))
     lengths = torch.ones_like(groups) if lengths is None else lengths
-    if not rewards.shape == groups.shape == lengths.shape or rewards.ndim != 1:
-        shapes = f"rewards {tuple(rewards.shape)}, groups {tuple(groups.shape)} and lengths {tuple(lengths.shape)}"
-        raise ValueError(f"{shapes} must all be [B]")
     return ADVANTAGES[name](Outcomes(rewards=rewards, groups=groups, lengths=lengths, beta=beta))
 
 

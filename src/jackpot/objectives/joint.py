@@ -25,7 +25,7 @@ from jackpot.objectives.corrections.base import split_by_model
 from jackpot.objectives.kernels.linear_head import HeadOutput, JointOutput
 from jackpot.objectives.kernels.support import support_log_probs
 from jackpot.objectives.kernels.tiles import Head
-from jackpot.objectives.losses import Aggregate, Distillation, Surrogate, SurrogateFn, clip_share, clipped_surrogate
+from jackpot.objectives.losses import Aggregate, Distillation, Surrogate, SurrogateFn, clipped_surrogate
 from jackpot.objectives.metrics import correction_metrics, health, mismatch, update_kl
 
 
@@ -499,8 +499,8 @@ def rollout_model_loss(
 
     correction = objective.correction.apply(inputs, {})
     weights = correction.weights * correction.accept_mask
-    clips = (objective.clip_low, objective.clip_high)
-    losses = -weights * clipped_surrogate(log_probs, proximal, batch.advantages, *clips)
+    surrogate = clipped_surrogate(log_probs, proximal, batch.advantages, mask, objective.clip_low, objective.clip_high)
+    losses = -weights * surrogate.value
 
     generated = split_by_model(mask, batch.by_policy).get("_by_rollout_model", mask)  # what the rollout model sampled
     counted = mask.to(losses.dtype)
@@ -513,7 +513,7 @@ def rollout_model_loss(
         "rollout_model/distill_loss": _quotient(distill, count),
         "rollout_model/weight": Mean.of(weights, generated),
         "rollout_model/distill_kl": Mean.of(scores.distill_kl, mask),
-        "rollout_model/clip_frac": Mean.of(clip_share(log_probs, proximal, batch.advantages, *clips), mask),
+        "rollout_model/clip_frac": Mean.of(surrogate.clipped, mask),
     }
     return ppo, distill, metrics
 

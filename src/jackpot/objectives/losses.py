@@ -14,30 +14,6 @@ from torch import Tensor
 from jackpot.objectives.kernels.linear_head import JointOutput
 
 
-def clipped_surrogate(
-    log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Compute min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
-
-    The result is [B, T]; training maximizes it. With infinite clips it is r A. Where the proximal point is the detached
-    current policy, r is 1, the clip has no effect, and the gradient is A times that of log p_new.
-
-    Args:
-        log_probs: [B, T] current policy, carries the gradient; nats.
-        proximal_log_probs: [B, T] detached.
-        advantages: [B, T] detached.
-        clip_low, clip_high: widths of the band around 1 that r is clipped to, at least 0; math.inf for no clip.
-    """
-    return _clipped((log_probs - proximal_log_probs.detach()).exp(), advantages, clip_low, clip_high)
-
-
-def clip_share(
-    log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return where the clip removes the gradient: r > 1 + clip_high and A > 0, or r < 1 - clip_low and A < 0; bool."""
-    return _is_clipped((log_probs - proximal_log_probs).detach().exp(), advantages, clip_low, clip_high)
-
-
 class Surrogate(NamedTuple):
     """Each token's objective, which training maximizes, and where a clip changed the token's gradient: [B, T] each."""
 
@@ -45,18 +21,28 @@ class Surrogate(NamedTuple):
     clipped: Tensor  # bool, True where the clip changed the gradient
 
 
-# A surrogate function computes S of every token from the arguments of `clipped_surrogate` and the response mask [B, T].
+# A surrogate function computes S of every token from the arguments of `clipped_surrogate`.
 # The gradient of a token's S is a factor times that of the token's own log p_new, so that a correction can weigh or
 # reject the token alone; the factor may depend on the whole response, rejected tokens included. S does not depend on
 # the correction, as `training.kappa.KappaRepair` requires. SG is the stop-gradient.
 
 
-def _ppo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """Compute `clipped_surrogate`; `clipped` is True where the clip removes the gradient."""
-    return Surrogate(
-        clipped_surrogate(log_probs, proximal, advantages, low, high),
-        clip_share(log_probs, proximal, advantages, low, high),
-    )
+def clipped_surrogate(
+    log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float
+) -> Surrogate:
+    """Compute min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
+
+    With infinite clips it is r A. Where the proximal point is the detached current policy, r is 1, the clip has no
+    effect, and the gradient is A times that of log p_new. `clipped` is True where the clip removes the gradient.
+
+    Args:
+        log_probs: [B, T] current policy, carries the gradient; nats.
+        proximal: [B, T] detached.
+        advantages: [B, T] detached.
+        mask: [B, T] response mask, which PPO does not read.
+        low, high: widths of the band around 1 that r is clipped to, at least 0; math.inf for no clip.
+    """
+    return _clipped((log_probs - proximal.detach()).exp(), advantages, low, high)
 
 
 def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
@@ -70,7 +56,7 @@ def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     """
     # s_t: the mean over a response's tokens gives the value, a ratio that is always 1 the gradient of log p_new.
     ratio = _mean((log_probs - proximal).detach(), mask).exp() * _unit_ratio(log_probs)
-    return Surrogate(_clipped(ratio, advantages, low, high), _is_clipped(ratio, advantages, low, high))
+    return _clipped(ratio, advantages, low, high)
 
 
 def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
@@ -127,20 +113,22 @@ def oapl(
 
 
 SurrogateFn = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Surrogate]
-SURROGATES: dict[str, SurrogateFn] = {"ppo": _ppo, "gspo": _gspo, "gmpo": _gmpo, "cispo": _cispo, "oapl": oapl}
+SURROGATES: dict[str, SurrogateFn] = {
+    "ppo": clipped_surrogate,
+    "gspo": _gspo,
+    "gmpo": _gmpo,
+    "cispo": _cispo,
+    "oapl": oapl,
+}
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return min(r A, clip(r) A), PPO's clipped objective of the ratios r: [B, T]."""
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Surrogate:
+    """Return min(r A, clip(r) A), PPO's clipped objective of the ratios r, and where the clip removes the gradient."""
     bound = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped = ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
 
     # Not torch.minimum of the two: where r is exactly a bound, versions of torch differ in the gradient of clamp.
-    return torch.where(_is_clipped(ratio, advantages, clip_low, clip_high), bound * advantages, ratio * advantages)
-
-
-def _is_clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return where PPO's clip of `ratio` removes the gradient, by the rule of `clip_share`: bool [B, T]."""
-    return ((ratio > 1.0 + clip_high) & (advantages > 0)) | ((ratio < 1.0 - clip_low) & (advantages < 0))
+    return Surrogate(torch.where(clipped, bound * advantages, ratio * advantages), clipped)
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -56,8 +56,9 @@ def loss_gradients(setting: CorrectionSetting, states: StateDistributions, coin:
     logits = states.new.unsqueeze(1).repeat(1, VOCABULARY, 1).requires_grad_()
     log_probs = logits.log_softmax(-1).diagonal(dim1=1, dim2=2)  # of the token of each row
     clips = (setting.objective.clip_low, setting.objective.clip_high)
-    surrogate = clipped_surrogate(log_probs, given.proximal_log_probs, torch.ones_like(log_probs), *clips)
-    (correction.accept_mask * correction.weights).mul(surrogate).sum().backward()
+    ones = torch.ones_like(log_probs)
+    surrogate = clipped_surrogate(log_probs, given.proximal_log_probs, ones, given.response_mask, *clips)
+    (correction.accept_mask * correction.weights).mul(surrogate.value).sum().backward()
     return logits.grad
 
 

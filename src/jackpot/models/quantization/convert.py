@@ -135,14 +135,13 @@ def quantize_named(
     in files of Qwen3-FP8 and of compressed-tensors.
     """
     coded = set(names)
-    suffix = scales_suffix(scheme)
     for name, tensor in named_tensors:
         if name not in coded:
             yield name, tensor
             continue
         quantized = quantize(tensor.detach(), scheme.weights)
         yield name, quantized.codes
-        yield f"{name}{suffix}", quantized.scales
+        yield name + scales_suffix(scheme), quantized.scales
 
 
 def weight_bytes(model: nn.Module, scheme: Scheme | None, dtype: torch.dtype) -> int:

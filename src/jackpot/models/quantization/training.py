@@ -59,7 +59,7 @@ class CodedProduct(torch.autograd.Function):
         """
         coded = quantize(weight.to(inputs.dtype), grid)
         ctx.save_for_backward(rows.codes, rows.scales, coded.codes, coded.scales)
-        ctx.grids = rows.grid, grid
+        ctx.rows_grid, ctx.weight_grid = rows.grid, grid
         ctx.backward_mode, ctx.weight_dtype = backward, weight.dtype
         return product(rows, coded).to(inputs.dtype)
 
@@ -68,8 +68,8 @@ class CodedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of X and W, None if not needed, from `grad`, the gradient of the product, [M, N]."""
         row_codes, row_scales, weight_codes, weight_scales = ctx.saved_tensors
-        rows_grid, weight_grid = ctx.grids
-        rows, weight = Quantized(row_codes, row_scales, rows_grid), Quantized(weight_codes, weight_scales, weight_grid)
+        rows = Quantized(row_codes, row_scales, ctx.rows_grid)
+        weight = Quantized(weight_codes, weight_scales, ctx.weight_grid)
         grad_inputs = grad_weight = None
 
         if ctx.backward_mode == "fp8":

@@ -98,7 +98,7 @@ def seq_tis(log_ratio: Tensor, cap: float) -> Weighed:
     rollout model wherever R > cap. The spread of R grows exponentially with the length, so on long responses most
     weights are either capped or almost 0.
     """
-    log_product, log_cap = _log_response_ratio(log_ratio), math.log(cap)  # log R of each response, [B, 1]
+    log_product, log_cap = log_ratio.sum(-1, keepdim=True), math.log(cap)  # log R of each response, [B, 1]
     return Weighed(log_product.clamp(max=log_cap).exp(), capped=log_product > log_cap)
 
 
@@ -108,7 +108,7 @@ def seq_mask(log_ratio: Tensor, low: float, high: float) -> Weighed:
     This is TRL's `sequence_mask`, with TRL's defaults. Biased towards responses on which both models agree, and
     with a lower bound towards short ones, for R leaves any band as the response grows.
     """
-    log_product = _log_response_ratio(log_ratio)
+    log_product = log_ratio.sum(-1, keepdim=True)  # log R of each response, [B, 1]
     inside = (log_product >= _log_bound(low)) & (log_product <= _log_bound(high))
     return Weighed(torch.where(inside, log_product, -torch.inf).exp(), accepted=inside, capped=~inside)
 
@@ -121,7 +121,7 @@ def geo_mask(log_ratio: Tensor, response_mask: Tensor, low: float, high: float) 
     another rollout model needs a far wider band. Unlike `seq_mask` it does not reject long responses more often, but
     accepted tokens are not reweighted: biased as `none`, and by the choice of responses.
     """
-    log_mean = _log_response_ratio(log_ratio) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+    log_mean = log_ratio.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
     inside = (log_mean >= _log_bound(low)) & (log_mean <= _log_bound(high))
     return Weighed(torch.ones_like(log_mean), accepted=inside, capped=~inside)
 
@@ -142,11 +142,6 @@ def min_prefix(log_ratio: Tensor, response_mask: Tensor, cap: float) -> Weighed:
     smallest_before, log_cap = pad(smallest[:, :-1], (1, 0), value=torch.inf), math.log(cap)
     log_weight = log_ratio + torch.where(smallest_before.isposinf(), 0.0, smallest_before)
     return Weighed(log_weight.clamp(max=log_cap).exp(), capped=log_weight > log_cap)
-
-
-def _log_response_ratio(log_ratio: Tensor) -> Tensor:
-    """Return log R of every response, the sum of log rho over its tokens: [B, 1]."""
-    return log_ratio.sum(-1, keepdim=True)
 
 
 def _log_bound(bound: float) -> float:

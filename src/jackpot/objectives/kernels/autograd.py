@@ -23,11 +23,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from jackpot.objectives.constants import HEAD_LOGITS_MEMORY
 from jackpot.objectives.kernels.backward import OutputGradient, backward_tiles, coefficients_of
@@ -262,20 +261,12 @@ class _TilePlan(NamedTuple):
                 visit(block, tile)
 
 
-class _Context(FunctionCtx):
-    """The context that autograd passes to forward and backward, with the types that torch does not declare."""
-
-    plan: _TilePlan
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-
 class _TiledHeads(torch.autograd.Function):
     """The autograd function of `tiled_heads`; it saves the heads' tensors, logsumexps, entropies and kept logits."""
 
     @staticmethod
     def forward(
-        ctx: _Context, plan: _TilePlan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None
+        ctx: Any, plan: _TilePlan, ids: Tensor, gather_ids: Tensor, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Compute the outputs of `tiled_heads`, those with a gradient first.
 
@@ -316,19 +307,20 @@ class _TiledHeads(torch.autograd.Function):
 
         saved_values = values[1::2] if plan.moments else ()  # each entropy, and the reverse KL of a pair
         tiles = [tile for head_tiles in kept_tiles for tile in (head_tiles or {}).values()]
-        ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)  # pyright: ignore[reportArgumentType]  # it takes None
+        ctx.save_for_backward(ids, *logsumexps, *saved_values, *tensors, *tiles)
         ctx.plan = plan
         return *values, *constants
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute the gradients of hidden, weight and bias of each head; `grads` are those of forward's outputs."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True through linear_head, which has no second derivative: leave it out")
 
-        plan, num_heads = ctx.plan, len(ctx.plan.soft_caps)
+        plan: _TilePlan = ctx.plan
+        num_heads = len(plan.soft_caps)
         # Each line takes the next of the saved tensors, in the order of `save_for_backward`; last come the kept tiles.
-        saved = iter(ctx.saved_tensors)
+        saved: Iterator[Tensor] = iter(ctx.saved_tensors)
         ids = next(saved)
         logsumexps = list(islice(saved, num_heads))
         # Every second output with a gradient was saved: each entropy, and the reverse KL of a pair.

@@ -139,12 +139,11 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         exps = _exp(shifted)
         if masks:
             shifted = shifted.clamp(min=LOWEST)
-        moment = (shifted * exps).sum(-1) if moments else None
         sums.append(
             TileSums(
                 row_max=row_max,
                 sum_exp=exps.sum(-1),
-                moment=moment,
+                moment=(shifted * exps).sum(-1) if moments else None,
                 block_max=maxima,
                 gap=None,
                 max_at_masked=None,

@@ -7,9 +7,10 @@ With top-k a sampler gives probability to a set S of ids alone. The policy on th
 so only the rows of the head's weight at S are read; the gradient is in closed form, as that of any softmax.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from jackpot.objectives.kernels.tiles import Head, operand_dtype, sum_dtype
 
@@ -51,21 +52,12 @@ def support_log_probs(
     return sampled, listed.detach()
 
 
-class _Context(FunctionCtx):
-    """The context that autograd passes to forward and backward, with the types that torch does not declare."""
-
-    dtype: torch.dtype  # dtype of the products
-    operands: torch.dtype  # dtype to which hidden states and weight are rounded
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-
 class _RowProducts(torch.autograd.Function):
     """The autograd function that multiplies each position's hidden state by the rows of the weight at its own ids."""
 
     @staticmethod
     def forward(
-        ctx: _Context, dtype: torch.dtype, operands: torch.dtype, columns: Tensor, hidden: Tensor, weight: Tensor
+        ctx: Any, dtype: torch.dtype, operands: torch.dtype, columns: Tensor, hidden: Tensor, weight: Tensor
     ) -> Tensor:
         """Multiply the hidden state of each position by the rows of the weight at its ids, `columns` [N, G].
 
@@ -83,7 +75,7 @@ class _RowProducts(torch.autograd.Function):
         return products
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of forward's arguments, None but for hidden and weight (`ctx.needs_input_grad` 3 and 4).
 
         The gradient of the products is [N, G], for G ids at each position.

@@ -251,8 +251,7 @@ class HeadGrads:
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradients of hidden, weight and bias in the dtypes of those tensors."""
-        grads = (self.hidden, self.weight, self.bias)
-        pairs = zip(grads, self._tensors, strict=True)
+        pairs = zip((self.hidden, self.weight, self.bias), self._tensors, strict=True)
         return [None if grad is None or tensor is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
