@@ -104,9 +104,11 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
     engines = [getattr(engine, "max_model_len", None) for engine in (config.engine, config.evaluation.engine)]
 
     # Where there may be a limit, and how many tokens it allows to prompt and response together; None: no limit there.
-    rooms = [("the models' context", context) for context in contexts]
-    rooms += [("engine.max_model_len", length) for length in engines]
-    rooms += [("batch.micro_batch_tokens", config.batch.micro_batch_tokens)]
+    rooms = [
+        *(("the models' context", context) for context in contexts),
+        *(("engine.max_model_len", length) for length in engines),
+        ("batch.micro_batch_tokens", config.batch.micro_batch_tokens),
+    ]
     name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
 
     max_new_tokens = config.sampling.max_new_tokens

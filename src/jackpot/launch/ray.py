@@ -43,7 +43,6 @@ from jackpot.training.interrupt import StopSignal
 
 _log = logging.getLogger(__name__)
 _ADDRESS, _MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as on Windows and macOS
 _POLL = 0.5  # seconds between two looks at metrics.jsonl and at signals
 # A function that makes the engines of a host, by the key of their settings, from the setup that the pool sends.
 MakeEngines = Callable[[dict[str, Any]], Mapping[str, Engine]]
@@ -339,7 +338,7 @@ def _cluster(config: Config) -> Iterator[Any]:
         )
 
     if not address:  # settings of the Ray that starts below, which its processes inherit
-        os.environ[_LOOPBACK] = "0"
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # it listens on loopback, as on Windows and macOS
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15, behind all other processes
@@ -413,11 +412,10 @@ def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]
 def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[Any]:
     """Start an actor for each engine, and return the actors. They end with this process, or when the list is freed."""
     actor = ray.remote(EngineActor)
-    engines = []
-    for index, name in enumerate(_engine_names(config), config.placement.ranks):  # after all ranks
-        options = _options(ray, group, config, index)
-        engines.append(actor.options(name=name, max_restarts=-1, **options).remote(os.getcwd(), make))
-    return engines
+    return [
+        actor.options(name=name, max_restarts=-1, **_options(ray, group, config, index)).remote(os.getcwd(), make)
+        for index, name in enumerate(_engine_names(config), config.placement.ranks)  # after all ranks
+    ]
 
 
 class _RankGroup:

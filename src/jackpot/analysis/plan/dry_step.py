@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.config import Config
 from jackpot.core.types import PackedRow
-from jackpot.launch.build import cut_heads, prepare
-from jackpot.launch.engines import reference_path, run_rows
+from jackpot.launch.build import cut_heads, learner_paths, prepare
+from jackpot.launch.engines import run_rows
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -129,13 +129,9 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     Only with `device: cpu` are norms, gates and rotations fused. With another setting the run may be on a GPU, where
     models are not fused and keep more for backward.
     """
-    paths: dict[str, str] = {**config.model_paths(), **reference_path(config)}
-    if config.critic:
-        paths["critic"] = config.critic.path or config.policy.path
-
     # A model without an optimizer in its settings, such as the reference, is frozen.
     models: dict[str, PreTrainedModel] = {}
-    for name, path in paths.items():
+    for name, path in learner_paths(config).items():
         models[name] = (critic_outline if name == "critic" else load_meta_model)(path).eval()
         prepare(config, name, models[name], on_cpu=config.device == "cpu")
         if getattr(getattr(config, name, None), "optimizer", None) is None:
