@@ -50,11 +50,9 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
     _check_rows(config, specs)
     check_top_log_probs(config, specs["engine"].rows)
 
-    engines = [config.engine]
-    if config.is_mixed:  # the policy generates rollouts too, by its engine of evaluations
-        engines.append(config.evaluation.engine or config.engine)
-    for settings in engines:
-        engine_is_exact(config, is_quantized(settings), settings)
+    for key, spec in specs.items():
+        if key == "engine" or config.is_mixed:  # the policy generates rollouts too, by its engine of evaluations
+            engine_is_exact(config, is_quantized(spec.settings), spec.settings)
     return outlines
 
 

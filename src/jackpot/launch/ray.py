@@ -292,11 +292,11 @@ def train_on_ray(
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
 
         restarts = config.placement.restarts
-        outcome, result = _RankGroup(ray, config, group).run(task, lines, stop)
+        outcome, result = _run_ranks(ray, config, group, task, lines, stop)
         while outcome == RankError.__name__ and restarts and not stop.requested:
             restarts -= 1
             _log.warning("%s; all ranks start again, and may %d more times", result, restarts)
-            outcome, result = _RankGroup(ray, config, group).run(task, lines, stop)
+            outcome, result = _run_ranks(ray, config, group, task, lines, stop)
         del engines
 
     if outcome == "done":
@@ -418,59 +418,56 @@ def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> l
     ]
 
 
-class _RankGroup:
-    """The actors of all ranks, which live and end together."""
+def _run_ranks(
+    ray: Any, config: Config, group: Any, task: Sequence[Any], lines: "_Lines", stop: StopSignal
+) -> tuple[str, Any]:
+    """Start an actor for each rank, and have all of them work until rank 0 ends, another rank fails, or one is lost.
 
-    def __init__(self, ray: Any, config: Config, group: Any) -> None:
-        """Start an actor for each rank in its bundle of the placement group `group`."""
-        self._ray = ray
-        actor = ray.remote(RankActor)
-        self._actors = [
-            actor.options(max_restarts=0, **_options(ray, group, config, rank)).remote()
-            for rank in range(config.placement.ranks)
-        ]
+    Args:
+        group: the placement group, in whose bundles the ranks are.
+        task: the arguments of `RankActor.work` after the environment, the same for every rank.
 
-    def run(self, task: Sequence[Any], lines: "_Lines", stop: StopSignal) -> tuple[str, Any]:
-        """Have every rank work until rank 0 ends, another rank fails, or one is lost.
+    Returns:
+        "done" and the result of rank 0; or the class name and the text of the error of the rank that failed first,
+        RankError where a rank was lost.
+    """
+    kind = ray.remote(RankActor)
+    actors = [
+        kind.options(max_restarts=0, **_options(ray, group, config, rank)).remote()
+        for rank in range(config.placement.ranks)
+    ]
 
-        Args:
-            task: the arguments of `RankActor.work` after the environment, the same for every rank.
+    try:
+        spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in actors])]
+        calls = {  # the rank of each call, by Ray's reference to the call
+            actor.work.remote(environment, *task): rank
+            for rank, (actor, environment) in enumerate(zip(actors, environments(spots), strict=True))
+        }
 
-        Returns:
-            "done" and the result of rank 0; or the class name and the text of the error of the rank that failed first,
-            RankError where a rank was lost.
-        """
-        ray = self._ray
-        try:
-            spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in self._actors])]
-            calls = {  # the rank of each call, by Ray's reference to the call
-                actor.work.remote(environment, *task): rank
-                for rank, (actor, environment) in enumerate(zip(self._actors, environments(spots), strict=True))
-            }
+        has_signal = False
+        while True:
+            ended, _ = ray.wait(list(calls), timeout=_POLL)
+            lines.show()
+            if stop.requested and not has_signal:
+                _terminate_on_node(ray, spots[0])  # only rank 0 acts on signals
+                has_signal = True
 
-            has_signal = False
-            while True:
-                ended, _ = ray.wait(list(calls), timeout=_POLL)
-                lines.show()
-                if stop.requested and not has_signal:
-                    self._terminate(spots[0])  # only rank 0 acts on signals
-                    has_signal = True
+            for call in sorted(ended, key=calls.__getitem__):  # by rank
+                rank = calls.pop(call)
+                outcome, result = ray.get(call)
+                if rank == 0 or outcome != "done":
+                    return outcome, result
+    except ray.exceptions.RayActorError as error:
+        return RankError.__name__, f"a rank was lost: {errors.first_line(error)}"
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
-                for call in sorted(ended, key=calls.__getitem__):  # by rank
-                    rank = calls.pop(call)
-                    outcome, result = ray.get(call)
-                    if rank == 0 or outcome != "done":
-                        return outcome, result
-        except ray.exceptions.RayActorError as error:
-            return RankError.__name__, f"a rank was lost: {errors.first_line(error)}"
-        finally:
-            for actor in self._actors:
-                ray.kill(actor)
 
-    def _terminate(self, spot: Spot) -> None:
-        """Send rank 0 SIGTERM, on its node."""
-        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(spot.node, soft=False)
-        self._ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=strategy).remote(spot.pid)
+def _terminate_on_node(ray: Any, spot: Spot) -> None:
+    """Send a rank SIGTERM, on its node."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(spot.node, soft=False)
+    ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=strategy).remote(spot.pid)
 
 
 def _terminate(pid: int) -> None:

@@ -121,14 +121,9 @@ class MetricHistory:
         texts = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in newest]
         return f". They compute differently: {'; '.join(texts)}" if texts else ""
 
-    def newest(self, name: str, key: str) -> str:
-        """Return the newest event's text under a key, as ": text" to append to a sentence; "" without such an event.
-
-        Args:
-            name: name of the events.
-            key: key of the text in an event.
-        """
-        texts = [event[key] for event in self._events_named(name) if key in event]
+    def newest_why(self, name: str) -> str:
+        """Return why the newest event of a name happened, as ": text" to append to a sentence; "" without one."""
+        texts = [event["why"] for event in self._events_named(name) if "why" in event]
         return f": {texts[-1]}" if texts else ""
 
     def _events_named(self, name: str) -> list[Mapping[str, Any]]:
