@@ -30,10 +30,9 @@ from jackpot.launch.checks import (
     prompt_limit,
     role_named,
 )
-from jackpot.launch.engine_processes import engine_pool, process_links
+from jackpot.launch.engine_processes import engine_pool
 from jackpot.launch.engines import engine_specs, make_each, reference_path, run_rows
 from jackpot.launch.head_kernel import head_options
-from jackpot.launch.ray import ray_links
 from jackpot.models.cost import forward_cost
 from jackpot.models.device import pick_device
 from jackpot.models.forward import checkpoint_activations, cut_head, widen_head
@@ -208,8 +207,7 @@ def make_engines(
 
     engines: dict[str, Engine] = {}
     if hosted:
-        make_links = ray_links if config.placement.launcher == "ray" else process_links
-        engines |= engine_pool(config, hosted, config.model_paths(), device, version, links=make_links).engines
+        engines |= engine_pool(config, hosted, device, version).engines
     for engine in engines.values():
         undo.callback(engine.close)
 
