@@ -74,7 +74,7 @@ def engines_of(config: Config) -> dict[str, tuple[Role, EngineConfig]]:
     `evaluation.engine` stands for the policy's engine in evaluations; it is missing where that is `engine` itself.
     """
     generating: Role = "rollout_model" if config.rollout_model else "policy"
-    engines = {"engine": (generating, config.engine)}
+    engines: dict[str, tuple[Role, EngineConfig]] = {"engine": (generating, config.engine)}
     if config.rollout_model or config.evaluation.engine:
         engines["evaluation.engine"] = ("policy", config.evaluation.engine or config.engine)
     return engines

@@ -493,11 +493,12 @@ def _evaluated(config: Config) -> list[tuple[Role, int]]:
     Both models answer the task's problems. The policy alone answers benchmarks; those of unknown size are left out.
     """
     settings = config.evaluation
-    sets: list[tuple[Role, int]] = [("policy", settings.problems * settings.k)]
+    answers = [settings.problems * settings.k]
     for benchmark in settings.benchmarks:
         published = BENCHMARKS[benchmark.name].test if benchmark.name in BENCHMARKS else None
         # A benchmark without a published size is left out.
-        sets += [("policy", published.size * (benchmark.k or settings.k))] if published else []
+        answers += [published.size * (benchmark.k or settings.k)] if published else []
+    sets: list[tuple[Role, int]] = [("policy", count) for count in answers]
     return sets if config.rollout_model is None else [*sets, ("rollout_model", settings.problems * settings.k)]
 
 
