@@ -30,10 +30,9 @@ from jackpot.launch.checks import (
     prompt_limit,
     role_named,
 )
-from jackpot.launch.engine_processes import engine_pool, process_links
+from jackpot.launch.engine_processes import engine_pool
 from jackpot.launch.engines import engine_specs, make_each, reference_path, run_rows
 from jackpot.launch.head_kernel import head_options
-from jackpot.launch.ray import ray_links
 from jackpot.models.cost import forward_cost
 from jackpot.models.device import pick_device
 from jackpot.models.forward import checkpoint_activations, cut_head, widen_head
@@ -208,9 +207,7 @@ def make_engines(
 
     engines: dict[str, Engine] = {}
     if hosted:
-        make_links = ray_links if config.placement.launcher == "ray" else process_links
-        pool = engine_pool(config, hosted, config.model_paths(), device, version, links=make_links)
-        engines |= pool.engines
+        engines |= engine_pool(config, hosted, device, version).engines
     for engine in engines.values():
         undo.callback(engine.close)
 
@@ -244,10 +241,19 @@ def computed_differently(config: Config) -> list[list[str]]:
     return [list(layer) for layer in dict.fromkeys(chain.from_iterable(differing))]
 
 
-def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
-    """Load all models of a learner: `policy`, and `rollout_model`, `critic` and `reference` where the run has them.
+def learner_paths(config: Config, checkpoint: Path | None = None) -> dict[str, str]:
+    """Return where all models of a learner are read from, by name: in the settings, or below a checkpoint's folder.
 
     The reference is always read from the path in the settings: a checkpoint's policy has moved away from it.
+    """
+    paths: dict[str, str] = {**config.model_paths(checkpoint)}
+    if config.critic:
+        paths["critic"] = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
+    return paths | reference_path(config)
+
+
+def load_models(config: Config, checkpoint: Path | None, device: torch.device | None) -> Models:
+    """Load all models of a learner: `policy`, and `rollout_model`, `critic` and `reference` where the run has them.
 
     Args:
         checkpoint: folder of the checkpoint to continue from; None for a new run.
@@ -256,13 +262,10 @@ def load_models(config: Config, checkpoint: Path | None, device: torch.device | 
     Raises:
         ModelError: a model cannot be used.
     """
-    paths: dict[str, str] = {**config.model_paths(checkpoint)}
-    if config.critic:
-        paths["critic"] = str(checkpoint / "critic") if checkpoint else config.critic.path or config.policy.path
-    paths |= reference_path(config)
-
-    resumes = bool(checkpoint)
-    models = {name: load_trained(config, name, path, device, resumes) for name, path in paths.items()}
+    models = {
+        name: load_trained(config, name, path, device, resumes=bool(checkpoint))
+        for name, path in learner_paths(config, checkpoint).items()
+    }
     # Leave every output layer only the rows of the token ids that all models have.
     cut_heads(models, run_rows(config, config.model_paths(checkpoint)))
     return models
@@ -321,13 +324,12 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
         widen_head(model, compute_dtype if quantization else None)
 
     if quantization:
-        fp8_cache = config.engine.kv_cache_dtype == "fp8"
         # Linear layers compute with the codes (quantized numbers) that the engine computes with.
         train_in_codes(
             model,
             SCHEMES[quantization],
             config.fp8_backward,
-            fp8_cache=fp8_cache,
+            fp8_cache=config.engine.kv_cache_dtype == "fp8",
             exact=on_cpu,
             dtype=compute_dtype,
         )
@@ -362,13 +364,12 @@ def make_learner(
 
     rollout_settings = config.rollout_model
     each_step = rollout_settings is None or rollout_settings.update == "step"  # else one update in each iteration
-    rollout_objective = distill_control = None
+    rollout_objective = None
     if rollout_settings and rollout_settings.optimizer:
         steps = _total_steps(config) if each_step else config.iterations
         parameters = models["rollout_model"].parameters()
         optimizers["rollout_model"] = ModelOptimizer(parameters, rollout_settings.optimizer, steps)
         rollout_objective = rollout_model_objective(rollout_settings, config.objective.loss_agg_mode)
-        distill_control = rollout_settings.distill_control
 
     options = LearnerOptions(
         temperature=config.sampling.temperature,
@@ -382,7 +383,7 @@ def make_learner(
         is_mixed=config.is_mixed,
         autocast=None if config.compute_dtype == "fp32" else DTYPES[config.compute_dtype],
         rollout_model_each_step=each_step,
-        distill_control=distill_control,
+        distill_control=rollout_settings.distill_control if rollout_settings else None,
         ess_scaling=config.policy.ess_scaling,
         head=head,
     )

@@ -50,11 +50,9 @@ def check_start(config: Config, paths: Mapping[Role, str], ranks: int) -> dict[R
     _check_rows(config, specs)
     check_top_log_probs(config, specs["engine"].rows)
 
-    engines = [config.engine]
-    if config.is_mixed:  # the policy generates rollouts too, by its engine of evaluations
-        engines.append(config.evaluation.engine or config.engine)
-    for settings in engines:
-        engine_is_exact(config, is_quantized(settings), settings)
+    for key, spec in specs.items():
+        if key == "engine" or config.is_mixed:  # the policy generates rollouts too, by its engine of evaluations
+            engine_is_exact(config, is_quantized(spec.settings), spec.settings)
     return outlines
 
 
@@ -104,9 +102,11 @@ def prompt_limit(config: Config, models: Iterable[PreTrainedConfig]) -> int:
     engines = [getattr(engine, "max_model_len", None) for engine in (config.engine, config.evaluation.engine)]
 
     # Where there may be a limit, and how many tokens it allows to prompt and response together; None: no limit there.
-    rooms = [("the models' context", context) for context in contexts]
-    rooms += [("engine.max_model_len", length) for length in engines]
-    rooms += [("batch.micro_batch_tokens", config.batch.micro_batch_tokens)]
+    rooms = [
+        *(("the models' context", context) for context in contexts),
+        *(("engine.max_model_len", length) for length in engines),
+        ("batch.micro_batch_tokens", config.batch.micro_batch_tokens),
+    ]
     name, room = min(((name, size) for name, size in rooms if size), key=lambda item: item[1])
 
     max_new_tokens = config.sampling.max_new_tokens

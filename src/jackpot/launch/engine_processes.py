@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,37 +22,25 @@ from jackpot.config.arms import build_config
 from jackpot.config.config import Config
 from jackpot.core.parent import end_with_parent
 from jackpot.core.process_rank import process_rank
-from jackpot.core.roles import Role
 from jackpot.core.types import Version
 from jackpot.launch.engines import EngineSpec, engine_specs, make_each
+from jackpot.launch.ray import ray_links
 from jackpot.models.load import DTYPES, load_model
 from jackpot.rollout.engines.base import Engine
-from jackpot.rollout.engines.hosted import EnginePool, Link
+from jackpot.rollout.engines.hosted import EnginePool
 from jackpot.rollout.engines.process import ProcessLink, make_starter, serve
 
 ENTRY = "from jackpot.launch.engine_processes import main; main()"
 _GPUS = "CUDA_VISIBLE_DEVICES"
-# A function that makes the connections to all hosts of engines, and returns them by the names of the hosts. Its
-# arguments: the settings, and the setup that each host makes its engines from.
-MakeLinks = Callable[[Config, dict[str, Any]], Mapping[str, Link]]
 
 
-def engine_pool(
-    config: Config,
-    specs: Mapping[str, EngineSpec],
-    initial_paths: Mapping[Role, str],
-    device: torch.device,
-    version: Version,
-    links: MakeLinks,
-) -> EnginePool:
-    """Start the processes of `placement.engines`, and send them the weights of the models in `specs`.
+def engine_pool(config: Config, specs: Mapping[str, EngineSpec], device: torch.device, version: Version) -> EnginePool:
+    """Start the processes of `placement.engines`, or reach those that Ray has placed, and send them their weights.
 
     Args:
         specs: the engines (`engine_specs`), with the paths of the models that the run continues with.
-        initial_paths: paths of the models that the run began with, by role.
         device: the learner's device.
         version: version of the weights in `specs`.
-        links: makes the connections to the processes from the settings, and from the setup that all processes get.
 
     Raises:
         EngineError: no engine could be started. The output has the errors of the engines above this error.
@@ -60,7 +48,7 @@ def engine_pool(
     """
     setup = {
         "config": config.model_dump_json(),
-        "paths": dict(initial_paths),
+        "paths": config.model_paths(),  # of the models that the run began with
         "engines": list(specs),
         "device": device.type,
         "threads": 1 if config.threads == "auto" else config.threads,
@@ -78,8 +66,9 @@ def engine_pool(
         groups = math.ceil(config.batch.prompts / config.placement.engine_processes)
         chunk = min(groups * config.batch.group_size, *(spec.settings.max_num_seqs for spec in specs.values()))
 
+    make_links = ray_links if config.placement.launcher == "ray" else process_links
     return EnginePool(
-        links(config, setup),
+        make_links(config, setup),
         weights,
         version,
         chunk=chunk,

@@ -67,22 +67,27 @@ class EngineSpec(NamedTuple):
     rows: int  # the engine draws only from the first `rows` token ids (`run_rows`)
 
 
-def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineSpec]:
-    """Return what is needed to make each engine of a run (`EngineSpec`), by the engine's key in the settings.
+def engines_of(config: Config) -> dict[str, tuple[Role, EngineConfig]]:
+    """Return (role of its model, settings) of each engine of a run, by the engine's key in the settings.
 
     The key `engine` stands for the engine that generates rollouts, with the rollout model or else the policy. The key
     `evaluation.engine` stands for the policy's engine in evaluations; it is missing where that is `engine` itself.
+    """
+    generating: Role = "rollout_model" if config.rollout_model else "policy"
+    engines: dict[str, tuple[Role, EngineConfig]] = {"engine": (generating, config.engine)}
+    if config.rollout_model or config.evaluation.engine:
+        engines["evaluation.engine"] = ("policy", config.evaluation.engine or config.engine)
+    return engines
+
+
+def engine_specs(config: Config, paths: Mapping[Role, str]) -> dict[str, EngineSpec]:
+    """Return what is needed to make each engine of a run (`EngineSpec`), by the engine's key as in `engines_of`.
 
     Args:
         paths: where each model is read from, by role.
     """
     rows = run_rows(config, paths)
-    path = paths.get("rollout_model", paths["policy"])
-    specs = {"engine": EngineSpec(settings=config.engine, path=path, rows=rows)}
-    if config.evaluation.engine is not None or "rollout_model" in paths:
-        settings = config.evaluation.engine or config.engine
-        specs["evaluation.engine"] = EngineSpec(settings=settings, path=paths["policy"], rows=rows)
-    return specs
+    return {key: EngineSpec(settings, paths[role], rows) for key, (role, settings) in engines_of(config).items()}
 
 
 def run_rows(config: Config, paths: Mapping[Role, str]) -> int:

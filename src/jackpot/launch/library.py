@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
 
 from jackpot.config.config import Config
 from jackpot.config.recipes import resolve
@@ -18,9 +20,6 @@ from jackpot.training.run_folder.checkpoint import resolve_model_path
 from jackpot.training.run_folder.folder import RunFolder, run_config
 from jackpot.training.run_folder.saved_rollouts import list_rollout_files, read_columns
 from jackpot.training.trainer import OnMetrics
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class SavedRun:
         """
         return resolve_model_path(str(self.folder))
 
-    def rollouts(self, iteration: int | None = None) -> "pa.Table":
+    def rollouts(self, iteration: int | None = None) -> pa.Table:
         """Return the saved rollouts of an iteration, one row for each response (docs/metrics.md).
 
         Args:

@@ -202,11 +202,8 @@ def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, e
     # What every other rank builds its learner from (`_build_follower`).
     command = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}
 
-    def build(_: Any) -> JointLearner:
-        """Build the learner of rank 0 from the arguments of `_build_leader`; the command is not read."""
-        return build_learner(config, checkpoint, exact, _mesh(config))
-
-    learner, _ = ranks.carry_out("build", [command] * ranks.size, build)  # one command for each rank
+    commands = [command] * ranks.size  # one for each rank; rank 0 does not read its own
+    learner, _ = ranks.carry_out("build", commands, lambda _: build_learner(config, checkpoint, exact, _mesh(config)))
     return LedLearner(learner, ranks)
 
 

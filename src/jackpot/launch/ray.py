@@ -43,7 +43,6 @@ from jackpot.training.interrupt import StopSignal
 
 _log = logging.getLogger(__name__)
 _ADDRESS, _MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on loopback, as on Windows and macOS
 _POLL = 0.5  # seconds between two looks at metrics.jsonl and at signals
 # A function that makes the engines of a host, by the key of their settings, from the setup that the pool sends.
 MakeEngines = Callable[[dict[str, Any]], Mapping[str, Engine]]
@@ -293,11 +292,11 @@ def train_on_ray(
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
 
         restarts = config.placement.restarts
-        outcome, result = _RankGroup(ray, config, group).run(task, lines, stop)
+        outcome, result = _run_ranks(ray, config, group, task, lines, stop)
         while outcome == RankError.__name__ and restarts and not stop.requested:
             restarts -= 1
             _log.warning("%s; all ranks start again, and may %d more times", result, restarts)
-            outcome, result = _RankGroup(ray, config, group).run(task, lines, stop)
+            outcome, result = _run_ranks(ray, config, group, task, lines, stop)
         del engines
 
     if outcome == "done":
@@ -339,7 +338,7 @@ def _cluster(config: Config) -> Iterator[Any]:
         )
 
     if not address:  # settings of the Ray that starts below, which its processes inherit
-        os.environ[_LOOPBACK] = "0"
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # it listens on loopback, as on Windows and macOS
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15, behind all other processes
@@ -413,68 +412,64 @@ def _options(ray: Any, group: Any, config: Config, actor: int) -> dict[str, Any]
 def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> list[Any]:
     """Start an actor for each engine, and return the actors. They end with this process, or when the list is freed."""
     actor = ray.remote(EngineActor)
-    engines = []
-    for index, name in enumerate(_engine_names(config), config.placement.ranks):  # after all ranks
-        options = _options(ray, group, config, index)
-        engines.append(actor.options(name=name, max_restarts=-1, **options).remote(os.getcwd(), make))
-    return engines
+    return [
+        actor.options(name=name, max_restarts=-1, **_options(ray, group, config, index)).remote(os.getcwd(), make)
+        for index, name in enumerate(_engine_names(config), config.placement.ranks)  # after all ranks
+    ]
 
 
-class _RankGroup:
-    """The actors of all ranks, which live and end together."""
+def _run_ranks(
+    ray: Any, config: Config, group: Any, task: Sequence[Any], lines: "_Lines", stop: StopSignal
+) -> tuple[str, Any]:
+    """Start an actor for each rank; have all work until rank 0 ends, another fails, or one is lost; then end them all.
 
-    def __init__(self, ray: Any, config: Config, group: Any) -> None:
-        """Start an actor for each rank in its bundle of the placement group `group`."""
-        self._ray = ray
-        actor = ray.remote(RankActor)
-        self._actors = [
-            actor.options(max_restarts=0, **_options(ray, group, config, rank)).remote()
-            for rank in range(config.placement.ranks)
-        ]
+    Args:
+        group: the placement group, in whose bundles the ranks are.
+        task: the arguments of `RankActor.work` after the environment, the same for every rank.
+        lines: the lines of metrics.jsonl, shown while the ranks work.
+        stop: the signal that asks the run to end, passed on to rank 0 once.
 
-    def run(self, task: Sequence[Any], lines: "_Lines", stop: StopSignal) -> tuple[str, Any]:
-        """Run `RankActor.work` on every rank until rank 0 ends, another fails, or one is lost; then end all.
+    Returns:
+        "done" and the result of rank 0; or the class name and the text of the error of the rank that failed first,
+        RankError where a rank was lost.
+    """
+    kind = ray.remote(RankActor)
+    actors = [
+        kind.options(max_restarts=0, **_options(ray, group, config, rank)).remote()
+        for rank in range(config.placement.ranks)
+    ]
 
-        Args:
-            task: the arguments of `RankActor.work` after the environment, the same for every rank.
-            lines: the lines of metrics.jsonl, shown while the ranks work.
-            stop: the signal that asks the run to end, passed on to rank 0 once.
+    try:
+        spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in actors])]
+        calls = {  # the rank of each call, by Ray's reference to the call
+            actor.work.remote(environment, *task): rank
+            for rank, (actor, environment) in enumerate(zip(actors, environments(spots), strict=True))
+        }
 
-        Returns:
-            "done" and the result of rank 0; or the class name and the text of the error of the rank that failed first,
-            RankError where a rank was lost.
-        """
-        ray = self._ray
-        try:
-            spots = [Spot(*spot) for spot in ray.get([actor.spot.remote() for actor in self._actors])]
-            calls = {  # the rank of each call, by Ray's reference to the call
-                actor.work.remote(environment, *task): rank
-                for rank, (actor, environment) in enumerate(zip(self._actors, environments(spots), strict=True))
-            }
+        has_signal = False
+        while True:
+            ended, _ = ray.wait(list(calls), timeout=_POLL)
+            lines.show()
+            if stop.requested and not has_signal:
+                _terminate_on_node(ray, spots[0])  # only rank 0 acts on signals
+                has_signal = True
 
-            has_signal = False
-            while True:
-                ended, _ = ray.wait(list(calls), timeout=_POLL)
-                lines.show()
-                if stop.requested and not has_signal:
-                    self._terminate(spots[0])  # only rank 0 acts on signals
-                    has_signal = True
+            for call in sorted(ended, key=calls.__getitem__):  # by rank
+                rank = calls.pop(call)
+                outcome, result = ray.get(call)
+                if rank == 0 or outcome != "done":
+                    return outcome, result
+    except ray.exceptions.RayActorError as error:
+        return RankError.__name__, f"a rank was lost: {errors.first_line(error)}"
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
-                for call in sorted(ended, key=calls.__getitem__):  # by rank
-                    rank = calls.pop(call)
-                    outcome, result = ray.get(call)
-                    if rank == 0 or outcome != "done":
-                        return outcome, result
-        except ray.exceptions.RayActorError as error:
-            return RankError.__name__, f"a rank was lost: {errors.first_line(error)}"
-        finally:
-            for actor in self._actors:
-                ray.kill(actor)
 
-    def _terminate(self, spot: Spot) -> None:
-        """Send rank 0 SIGTERM, on its node."""
-        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(spot.node, soft=False)
-        self._ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=strategy).remote(spot.pid)
+def _terminate_on_node(ray: Any, spot: Spot) -> None:
+    """Send a rank SIGTERM, on its node."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(spot.node, soft=False)
+    ray.remote(_terminate).options(num_cpus=0, scheduling_strategy=strategy).remote(spot.pid)
 
 
 def _terminate(pid: int) -> None:

@@ -4,34 +4,26 @@ Status: never run on its target (a SLURM cluster).
 """
 
 import shlex
-from dataclasses import dataclass
 
 NOTICE = 300  # seconds before the job's time limit at which SLURM signals the run, for a last checkpoint
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """The machines and the time limit of a batch job."""
-
-    name: str
-    nodes: int
-    gpus: int  # GPUs of each node; 0: the job has none
-    ranks: int  # processes that train on each node
-    time: str  # time limit of the job, hours:minutes:seconds
-
-
-def script(job: Job, command: list[str], run: str) -> str:
+def script(command: list[str], run: str, *, name: str, nodes: int, gpus: int, ranks: int, time: str) -> str:
     """Return the text of a bash script for `sbatch` that trains a run, or continues it.
 
     Args:
         command: the words of `jackpot train`, without the run folder.
         run: the run folder, on a disk that all nodes see.
+        name: name of the batch job.
+        gpus: GPUs of each node; 0: the job has none.
+        ranks: processes that train on each node.
+        time: time limit of the job, hours:minutes:seconds.
     """
-    gpus = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
-    head = _HEAD.format(name=job.name, nodes=job.nodes, gpus=gpus, time=job.time, notice=NOTICE)
+    gpu_line = f"#SBATCH --gpus-per-node={gpus}\n" if gpus else ""
+    head = _HEAD.format(name=name, nodes=nodes, gpus=gpu_line, time=time, notice=NOTICE)
     words = shlex.join(command) + ' --run "$run"'
     # SLURM signals NOTICE seconds before the end of the job; 30 seconds before it torchrun kills ranks that still run.
-    train = _TRAIN.format(nodes=job.nodes, ranks=job.ranks, shutdown=NOTICE - 30, words=words)
+    train = _TRAIN.format(nodes=nodes, ranks=ranks, shutdown=NOTICE - 30, words=words)
     return f"{head}run=$(realpath -m {shlex.quote(run)})\n{train}"
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import transformers
 
@@ -39,12 +38,12 @@ def train(run: ArmRun) -> None:
 
     transformers.utils.logging.disable_progress_bar()
 
-    def print_progress(line: dict[str, Any]) -> None:
-        """Print which iteration has ended; `line` is its record of metrics.jsonl."""
-        print(f"iteration {line['iteration']}/{run.config.iterations}", flush=True)
-
     try:
-        train_run(run.config, run.folder, print_progress)
+        train_run(
+            run.config,
+            run.folder,
+            on_metrics=lambda line: print(f"iteration {line['iteration']}/{run.config.iterations}", flush=True),
+        )
     except JackpotError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

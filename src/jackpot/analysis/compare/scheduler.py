@@ -147,15 +147,10 @@ def _stops_all(children: list[_Child]) -> Iterator[None]:
 
     Ctrl-C during that wait kills the runs.
     """
-
-    def interrupt(signum: int, frame: Any) -> None:
-        """End the body as Ctrl-C does."""
-        raise KeyboardInterrupt
-
     # A signal that is ignored, such as the hangup under nohup, stays ignored.
     heeded = [signum for signum in TERMINATIONS if signal.getsignal(signum) is not signal.SIG_IGN]
     try:
-        with handled(heeded, interrupt):
+        with handled(heeded, signal.default_int_handler):  # they end the body as Ctrl-C does
             yield
     finally:
         for child in children:

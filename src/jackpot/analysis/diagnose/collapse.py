@@ -8,8 +8,6 @@ from jackpot.analysis.diagnose.diagnose import diagnose
 from jackpot.config.config import Config
 from jackpot.training.limits import Fall, evaluations, fall_of, problems_of
 
-MetricLines = Sequence[Mapping[str, Any]]  # records of metrics.jsonl
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collapse:
@@ -27,7 +25,9 @@ class Collapse:
         return self.why + (f"; first sign: {self.first_sign}" if self.first_sign else "")
 
 
-def collapse_of(lines: MetricLines, events: Sequence[Mapping[str, Any]], config: Config) -> Collapse | None:
+def collapse_of(
+    lines: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], config: Config
+) -> Collapse | None:
     """Return when and why a run collapsed; None for a run that did not collapse.
 
     A run has collapsed if its evaluations fell too far (`fall_of`), or if one of its guards stopped the run.

@@ -196,8 +196,8 @@ def _details(rule: Rule, history: MetricHistory) -> str:
     # the metrics that rise if the policy learns, and NOTHING begins the explanation that it has learned nothing.
     details = {
         ENGINE_GAP: history.computed_differently,
-        "events/stopped": lambda: history.newest("stopped", "why") + history.computed_differently(),
-        "policy/skipped_steps": lambda: history.newest("skipped_step", "why"),
+        "events/stopped": lambda: history.newest_why("stopped") + history.computed_differently(),
+        "policy/skipped_steps": lambda: history.newest_why("skipped_step"),
         **dict.fromkeys(SAME, lambda: why_nothing(history) if rule.explanation.startswith(NOTHING) else ""),
     }
     return details[rule.metric]() if rule.metric in details else ""

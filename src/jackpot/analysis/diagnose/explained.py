@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 
 from jackpot.config.config import Config
-from jackpot.config.corrections import PolicyCorrection, RolloutModelCorrection
 
 Explained = Callable[[Config, float], str]
 
@@ -68,18 +67,14 @@ def by_cap(*names: str) -> Explained:
 
 def by_proximal(config: Config, value: float) -> str:
     """Explain why PPO clips the policy's ratio often, or never: `proximal: rollout` makes it p_policy / p_sampler."""
-    return _by_proximal("objective.correction", config.objective.correction)
+    return "objective.correction.proximal=rollout" if config.objective.correction.proximal == "rollout" else ""
 
 
 def by_proximal_of_rollout_model(config: Config, value: float) -> str:
     """Explain why PPO clips the rollout model's ratio often: `proximal: rollout` makes it p_model / p_sampler."""
     model = config.rollout_model
-    return _by_proximal("rollout_model.correction", model.correction) if model else ""
-
-
-def _by_proximal(setting: str, correction: PolicyCorrection | RolloutModelCorrection) -> str:
-    """Return text if a correction has `proximal: rollout`, else ""; `setting` is the dotted path of the correction."""
-    return f"{setting}.proximal=rollout" if correction.proximal == "rollout" else ""
+    is_ratio_to_sampler = model is not None and model.correction.proximal == "rollout"
+    return "rollout_model.correction.proximal=rollout" if is_ratio_to_sampler else ""
 
 
 def by_capped_weights(config: Config, value: float) -> str:

@@ -25,7 +25,6 @@ LEAST_DELAY = 5.0  # seconds beyond its median duration, from which on a phase i
 LEAST_DELAY_ITERATIONS = 3.0  # the same delay in durations of a median iteration; the longer of both delays counts
 SHORTEST_MEDIAN = 1e-3  # seconds; a phase's duration is divided by its median, or by this if the median is shorter
 
-MetricSeries = list[tuple[int, float]]  # (iteration, value)
 _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
 
 
@@ -65,7 +64,7 @@ class MetricHistory:
         # Signs from saved rollouts are further metrics of iterations. `series` takes a metric from lines that have it.
         self._lines += map(dict, saved)
 
-    def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> MetricSeries:
+    def series(self, metric: str, over: str | None = None, after_steps: int = 0) -> list[tuple[int, float]]:
         """Return the values of a metric as (iteration, value), for all iterations that have the metric.
 
         Args:
@@ -76,8 +75,8 @@ class MetricHistory:
         if metric.startswith("events/"):
             # The n-th event in the newest tenth of the iterations gives the value n, at the event's iteration.
             begin = self.iteration - max(LEAST_VALUES, self.iteration // 10)
-            recent = [event["iteration"] for event in self._events_named(metric.removeprefix("events/"))]
-            recent = [iteration for iteration in recent if iteration >= begin]
+            events = self._events_named(metric.removeprefix("events/"))
+            recent = (event["iteration"] for event in events if event["iteration"] >= begin)
             return [(iteration, float(count)) for count, iteration in enumerate(recent, start=1)]
 
         steps = self.config.batch.steps_per_iteration
@@ -122,14 +121,9 @@ class MetricHistory:
         texts = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in newest]
         return f". They compute differently: {'; '.join(texts)}" if texts else ""
 
-    def newest(self, name: str, key: str) -> str:
-        """Return the newest event's text under a key, as ": text" to append to a sentence; "" without such an event.
-
-        Args:
-            name: name of the events.
-            key: key of the text in an event.
-        """
-        texts = [event[key] for event in self._events_named(name) if key in event]
+    def newest_why(self, name: str) -> str:
+        """Return why the newest event of a name happened, as ": text" to append to a sentence; "" without one."""
+        texts = [event["why"] for event in self._events_named(name) if "why" in event]
         return f": {texts[-1]}" if texts else ""
 
     def _events_named(self, name: str) -> list[Mapping[str, Any]]:

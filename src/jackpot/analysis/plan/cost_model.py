@@ -291,9 +291,9 @@ class EngineSpeed:
         decoding = max(traffic / (self.gpus * gpu.bandwidth * BANDWIDTH_SHARE), tokens_read * flops / rate)
 
         # Prefill: one pass over every prompt.
-        prompt = lengths.prompt
         prefill = sum(
-            self.linear * model.body * prompt + model.pair * prompt**2 / 2 + model.head for model, _ in models
+            self.linear * model.body * lengths.prompt + model.pair * lengths.prompt**2 / 2 + model.head
+            for model, _ in models
         )
 
         # With tensor parallelism the GPUs of an engine add up two small tensors in every layer.

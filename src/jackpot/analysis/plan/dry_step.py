@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from jackpot.analysis.plan.sizes import critic_outline
 from jackpot.config.config import Config
 from jackpot.core.types import PackedRow
-from jackpot.launch.build import cut_heads, prepare
-from jackpot.launch.engines import reference_path, run_rows
+from jackpot.launch.build import cut_heads, learner_paths, prepare
+from jackpot.launch.engines import run_rows
 from jackpot.models.forward import (
     backbone,
     can_pack,
@@ -129,13 +129,9 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     Only with `device: cpu` are norms, gates and rotations fused. With another setting the run may be on a GPU, where
     models are not fused and keep more for backward.
     """
-    paths: dict[str, str] = {**config.model_paths(), **reference_path(config)}
-    if config.critic:
-        paths["critic"] = config.critic.path or config.policy.path
-
     # A model without an optimizer in its settings, such as the reference, is frozen.
     models: dict[str, PreTrainedModel] = {}
-    for name, path in paths.items():
+    for name, path in learner_paths(config).items():
         models[name] = (critic_outline if name == "critic" else load_meta_model)(path).eval()
         prepare(config, name, models[name], on_cpu=config.device == "cpu")
         if getattr(getattr(config, name, None), "optimizer", None) is None:
@@ -238,9 +234,8 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
     For each model these are its top-k ids, three lists of its log-probs (at these ids, at the engine's top-k ids and at
     those of the other model) and, where several responses share a prompt, an attention mask.
     """
-    id_bytes, log_prob_bytes = 8, 4  # int64, float32
     entries = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
-    sizes = [id_bytes, *[log_prob_bytes] * 3] * models
+    sizes = [8, 4, 4, 4] * models  # bytes of an int64 and of three float32
     held = [torch.empty(entries * size, dtype=torch.uint8) for size in sizes]
 
     if shape.prompts < shape.rows:
@@ -341,13 +336,9 @@ def _hold_gradient(values: Sequence[Tensor], weight: Tensor, shape: tuple[int, i
         if gradient is not None and not held:  # None: this pass does not go through the value
             held.append(torch.empty(shape))
 
-    def release(_: Tensor) -> None:
-        """Free the held tensor when the gradient of `weight` is complete."""
-        held.clear()
-
     for value in values:
         value.register_hook(hold)
-    weight.register_hook(release)
+    weight.register_hook(lambda _: held.clear())  # frees the held tensor: the gradient of `weight` is complete
 
 
 def _precision(config: Config) -> torch.autocast:

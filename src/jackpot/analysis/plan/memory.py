@@ -10,13 +10,13 @@ Status: experimental.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jackpot.analysis.plan.dry_step import MicroBatchShape, dry_step
 from jackpot.analysis.plan.sizes import ModelSize, outline
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, sleeps
 from jackpot.core.roles import Role
+from jackpot.launch.engines import engines_of
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import keeps_plain_keys
 from jackpot.models.load import DTYPES, load_config
@@ -67,8 +67,8 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
 
     return MemoryPlan(
         weights=4 * (sum(size.parameters for size in sizes.values()) + reference),
-        engines=_engine_weights(config, sizes),
-        sleeping=0 if config.batch.ahead else _engine_weights(config, sizes, only_sleeping=True),
+        engines=_engine_weights(config),
+        sleeping=0 if config.batch.ahead else _engine_weights(config, only_sleeping=True),
         optimizer=8 * trained,
         copies=_copied_weights(config, sizes),
         gradients=4 * (trained + waiting),
@@ -95,28 +95,20 @@ def _copied_weights(config: Config, sizes: Mapping[Role, ModelSize]) -> int:
     """Return the bytes of copies of older weights, with which training checks rollouts that were generated ahead."""
     if not (config.batch.ahead and config.guard.check_engine):
         return 0
-    roles: list[Role] = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-    return 4 * sum(sizes[role].trained for role in roles)
+    return 4 * sum(sizes[role].trained for role in config.model_paths())
 
 
-def _engine_weights(config: Config, sizes: Mapping[Role, ModelSize], only_sleeping: bool = False) -> int:
+def _engine_weights(config: Config, only_sleeping: bool = False) -> int:
     """Return the bytes of the weights in transformers engines: the engine of rollouts and, if any, that of evaluations.
 
     Args:
         config: settings of the run.
-        sizes: numbers of parameters by role.
         only_sleeping: count only engines that release memory while the learner trains.
     """
-    generating: Role = "rollout_model" if "rollout_model" in sizes else "policy"
-    engines: list[tuple[Role, Any]] = [(generating, config.engine)]
-    # With a rollout model the policy has an engine for evaluations; without, only if `evaluation.engine` is set.
-    if generating != "policy" or config.evaluation.engine:
-        engines.append(("policy", config.evaluation.engine or config.engine))
-
     paths = config.model_paths()
     return sum(
         engine_weights(settings, paths[role])
-        for role, settings in engines
+        for role, settings in engines_of(config).values()
         if isinstance(settings, TransformersEngineConfig) and (sleeps(settings) or not only_sleeping)
     )
 
@@ -139,16 +131,11 @@ def _merged_weights(config: Config) -> int:
 
     Models are sent one after the other, so the larger one counts.
     """
-    # The engine to which each model is sent. With a rollout model, the policy's engine is that of evaluations.
-    engines = {"policy": config.evaluation.engine or config.engine, "rollout_model": config.engine}
-    if config.rollout_model is None:
-        engines["policy"] = config.engine
-
     largest = 0
-    for role, path in config.model_paths().items():
-        lora, engine = getattr(config, role).lora, engines[role]
-        if lora and isinstance(engine, TransformersEngineConfig):
-            layers = target_layers(outline(path), lora.target_modules).values()
+    for role, engine in engines_of(config).values():
+        settings = getattr(config, role)
+        if settings.lora and isinstance(engine, TransformersEngineConfig):
+            layers = target_layers(outline(settings.path), settings.lora.target_modules).values()
             merged = sum(layer.weight.numel() for layer in layers) * DTYPES[engine.dtype].itemsize
             largest = max(largest, merged)
     return largest
@@ -159,9 +146,8 @@ def _generation(config: Config, prompt_tokens: int) -> int:
 
     It is 0 without such an engine.
     """
-    paths, evaluation = config.model_paths(), config.evaluation
-    policy = paths["policy"]
-    writer = paths.get("rollout_model", policy)
+    evaluation, policy = config.evaluation, config.policy.path
+    writer = config.model_paths().get("rollout_model", policy)
     in_rollouts = _decoding(config, config.engine, writer, config.batch.rollouts, prompt_tokens)
     answers = evaluation.problems * evaluation.k
     in_evaluations = _decoding(config, evaluation.engine or config.engine, policy, answers, prompt_tokens)

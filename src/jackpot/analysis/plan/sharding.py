@@ -20,6 +20,7 @@ from jackpot.analysis.plan.sizes import outline, parameter_count
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
 from jackpot.core.roles import Role
+from jackpot.launch.engines import engines_of, reference_path
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
 
@@ -101,13 +102,12 @@ def blocks(config: Config) -> Blocks:
         ModelError: a model cannot be read, as `load_meta_model` says.
     """
     models: dict[Role, PreTrainedModel] = {role: outline(path) for role, path in config.model_paths().items()}
-    reference = config.objective.reference
     copied = 0 if config.precision == "fp32" else sum(_copied(config, role, model) for role, model in models.items())
 
     return Blocks(
         layer=max(_largest_layer(model) for model in models.values()),
         heads=sum(output_layer(model).weight.numel() for model in models.values()),
-        reference=output_layer(outline(reference.path or config.policy.path)).weight.numel() if reference else 0,
+        reference=sum(output_layer(outline(path)).weight.numel() for path in reference_path(config).values()),
         copied=copied,
     )
 
@@ -135,17 +135,16 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
         config: settings of the run.
         prompt_tokens: length of the longest prompt.
     """
-    settings = config.evaluation.engine
-    role: Role = "rollout_model" if "rollout_model" in config.model_paths() else "policy"
-    needs = {"engine": needs_of(config, role, config.engine, prompt_tokens)}
-    if settings is None and role == "policy":
-        return needs
-
-    policy = needs_of(config, "policy", settings or config.engine, prompt_tokens)
-    if config.draft and isinstance(policy.settings, VLLMEngineConfig):  # one vLLM holds both models
+    needs = {
+        key: needs_of(config, role, settings, prompt_tokens) for key, (role, settings) in engines_of(config).items()
+    }
+    policy = needs.get("evaluation.engine")
+    if policy and config.draft and isinstance(policy.settings, VLLMEngineConfig):  # one vLLM holds both models
         draft = needs_of(config, "rollout_model", policy.settings, prompt_tokens)
-        policy = policy._replace(weights=policy.weights + draft.weights, token=policy.token + draft.token)
-    return needs | {"evaluation.engine": policy}
+        needs["evaluation.engine"] = policy._replace(
+            weights=policy.weights + draft.weights, token=policy.token + draft.token
+        )
+    return needs
 
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:

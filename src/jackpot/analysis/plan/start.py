@@ -13,6 +13,7 @@ from jackpot.config.processes import place_engines
 from jackpot.config.published import GpusConfig
 from jackpot.config.recipes import resolve
 from jackpot.core.process_rank import process_rank
+from jackpot.launch.build import learner_paths
 from jackpot.launch.checks import check_start
 from jackpot.models.hub import is_downloaded
 
@@ -91,6 +92,5 @@ def downloads(config: Config) -> list[str]:
 
     Models that are downloaded before the start are there for all ranks, which would else all download them.
     """
-    optional = [block.path for block in (config.critic, config.objective.reference) if block and block.path]
-    paths = dict.fromkeys([*config.model_paths().values(), *optional])
+    paths = dict.fromkeys(learner_paths(config).values())
     return [f"hf download {quote(path)}" for path in paths if not is_downloaded(path)]

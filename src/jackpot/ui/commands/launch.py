@@ -57,18 +57,19 @@ def launch(
         )
     folder = run or names.run_folder(recipe, arm, changes, config.seed)
 
-    job = cluster.Job(
+    ranks = ranks or max(1, gpus)
+    text = cluster.script(
+        [recipe, *(["--arm", arm] if arm else []), *changes],
+        str(folder),
         name="jackpot-" + re.sub(r"[^\w.=-]", "-", folder.name),
         nodes=nodes,
         gpus=gpus,
-        ranks=ranks or max(1, gpus),
+        ranks=ranks,
         time=time,
     )
 
-    text = cluster.script(job, [recipe, *(["--arm", arm] if arm else []), *changes], str(folder))
-
     # The ranks check the start again when the job begins; here an error comes before the job waits in the queue.
-    placed = processes.place_engines(config, ranks=nodes * job.ranks, on_gpu=gpus > 0, local_ranks=job.ranks)
-    checks.check_start(placed, placed.model_paths(), ranks=nodes * job.ranks)
+    placed = processes.place_engines(config, ranks=nodes * ranks, on_gpu=gpus > 0, local_ranks=ranks)
+    checks.check_start(placed, placed.model_paths(), ranks=nodes * ranks)
 
     typer.echo(text, nl=False)
