@@ -3,8 +3,6 @@
 from transformers import PreTrainedModel
 
 from jackpot.analysis.advice.rule import Costs
-from jackpot.analysis.plan.sizes import outline
-from jackpot.config.config import Config
 from jackpot.models.cost import forward_cost
 
 
@@ -14,15 +12,3 @@ def relative_costs(policy: PreTrainedModel, rollout_model: PreTrainedModel) -> C
         flops=forward_cost(rollout_model).per_token / forward_cost(policy).per_token,
         weights=rollout_model.num_parameters() / policy.num_parameters(),
     )
-
-
-def costs_of_run(config: Config) -> Costs | None:
-    """Compute `relative_costs` of the two models of a run; None for a run without a rollout model.
-
-    Raises:
-        ModelError: one of the run's models does not exist any more.
-    """
-    if config.rollout_model is None:
-        return None
-    paths = config.model_paths()
-    return relative_costs(outline(paths["policy"]), outline(paths["rollout_model"]))

@@ -10,6 +10,7 @@ from jackpot.analysis.advice.rule import (
     COLUMNS,
     GROUPS,
     OVERLAP,
+    TOKENS,
     Costs,
     JudgedCorrection,
     Recommendation,
@@ -17,7 +18,7 @@ from jackpot.analysis.advice.rule import (
     interval_text,
     judge,
 )
-from jackpot.analysis.replay.checks import few_sequences, is_stale, not_finite, why_not
+from jackpot.analysis.replay.checks import few_sequences, not_finite, why_not
 from jackpot.analysis.replay.distributions import StateDistributions, saved_distributions, z_of
 from jackpot.analysis.replay.factors import factors, inputs_of, prefix_ratio
 from jackpot.analysis.replay.gradient import StateValues, known_states, state_sums, state_values
@@ -114,7 +115,7 @@ class ReplaySums:
             problem: reason against any recommendation, found before the numbers are looked at.
             rounding: text that says which log-probs are rounded, and what that adds to the total variation; "": none.
         """
-        stale = is_stale(self.run)
+        stale = float(self.run["stale_max"].value) > 1e-3  # the policy had been updated since it received the batch
         candidates = [
             JudgedCorrection(
                 name=correction.setting.name,
@@ -143,9 +144,8 @@ class ReplaySums:
     def _judged_text(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
-        tokens = COLUMNS.index("tokens")
         if candidates:  # all have the same overlap, here with a standard error over groups of prompts
-            gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., tokens], candidates[0].groups)
+            gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., TOKENS], candidates[0].groups)
         before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
 

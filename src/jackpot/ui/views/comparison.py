@@ -183,10 +183,6 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     guides = () if goal is None else (Guide(text=measured(goal, comparison.measure), y=goal),)
     y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
-    def policy(point: EvaluationPoint) -> float | None:
-        """Return the policy's accuracy or mean reward in an evaluation, the y value in charts of the policy."""
-        return point.policy_accuracy
-
     # Each with the chart's title, the label of its y axis, and what it reads from an evaluation.
     quantities: tuple[tuple[str, str, _Quantity], ...] = (
         ("Rollout model", y_label, lambda point: point.rollout_model_accuracy),
@@ -195,7 +191,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     )
     return (
         *(
-            _chart("Policy", y_label, policy, runs, cost=cost, label=label, guides=guides)
+            _chart("Policy", y_label, lambda point: point.policy_accuracy, runs, cost=cost, label=label, guides=guides)
             for cost, label in _COST_AXES.items()
         ),
         *(
