@@ -11,8 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from jackpot.core.statistics import Estimate, student_t
+from jackpot.models.cost import forward_cost
 from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 
 GROUPS = 20  # groups of prompts; the jackknife leaves out one group at a time for a standard error
@@ -39,8 +41,6 @@ _SIMPLICITY = {  # rank by name, or by name and setting `proximal`: simple corre
         ("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo", "ipo")
     )
 }
-
-Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 
 
 class Worth(NamedTuple):
@@ -217,6 +217,14 @@ class Costs(NamedTuple):
     flops: float
     weights: float  # number of weights read in a forward pass, which decides how long decoding a small batch takes
 
+    @classmethod
+    def of(cls, policy: PreTrainedModel, rollout_model: PreTrainedModel) -> "Costs":
+        """Compute the costs from the shapes of both models, which may be on the meta device."""
+        return cls(
+            flops=forward_cost(rollout_model).per_token / forward_cost(policy).per_token,
+            weights=rollout_model.num_parameters() / policy.num_parameters(),
+        )
+
 
 class Generation(NamedTuple):
     """A way to generate rollouts with its worth and its costs.
@@ -292,7 +300,7 @@ def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
 class Recommendation:
     """The advice of the rule, with everything from which it was derived."""
 
-    verdict: Conclusion
+    verdict: Literal["none needed", "correct", "too far", "cannot tell"]
     correction: str | None  # label of the correction; None where none is recommended
     settings: dict[str, object]  # settings of `objective.correction` for a recipe; empty without a recommendation
     lines: Mapping[str, str]  # the advice: a label and its text for each line, at most five lines

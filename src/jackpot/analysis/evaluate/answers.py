@@ -203,9 +203,8 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
     Raises:
         CheckpointError: the table cannot be read or has another schema version.
     """
-    columns = ["correct", "reward", "tokens", "finish", "reward_error"]
     try:
-        table = pq.read_table(path, columns=columns)
+        table = pq.read_table(path, columns=["correct", "reward", "tokens", "finish", "reward_error"])
     except (OSError, pa.ArrowException) as error:
         raise CheckpointError(f"cannot read the responses in {path}: {error}") from error
 

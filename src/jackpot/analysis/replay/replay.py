@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from jackpot.analysis.advice.costs import relative_costs
 from jackpot.analysis.advice.rule import Costs
 from jackpot.analysis.plan.sizes import outline
 from jackpot.analysis.replay.formats import AUTO, find_format
@@ -205,7 +204,6 @@ def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
             "all of this run, and how far the two models are apart is not in them"
         ]
     try:
-        policy, rollout_model = map(outline, (config.policy.path, config.rollout_model.path))
-        return relative_costs(policy, rollout_model), []
+        return Costs.of(outline(config.policy.path), outline(config.rollout_model.path)), []
     except JackpotError as error:
         return None, [f"shares of the rollout model and drafts, which need the costs of both models: {error}"]

@@ -44,15 +44,6 @@ class ReplayedCorrection:
     groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
 
     @property
-    def sampled_tv_after_correction(self) -> float:
-        """Return the total variation between the updated policy and the tokens as the correction weights them.
-
-        It is estimated from the sampled tokens; 1 if all tokens get weight 0.
-        """
-        variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
-        return float(variation / trained) if trained != 0 else 1.0
-
-    @property
     def tokens(self) -> int:
         """Return the number of tokens on which the correction was replayed."""
         return int(Mean.named(self.sums, "factor").count) if self.sums else 0
@@ -162,7 +153,8 @@ class ReplaySums:
     def _add(self, batch: ResponseBatch, groups: Tensor) -> None:
         """Add a batch to all sums; `groups` [B] has, for each response, the index that `_group` gives its prompt."""
         has_signs = all(response.advantages is not None for response in batch.responses)
-        if not has_signs:
+        advantages = batch.advantages if has_signs else None
+        if advantages is None:
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
 
         # Sums of the run before any correction.
@@ -181,14 +173,12 @@ class ReplaySums:
 
         for correction in self._corrections:
             setting = correction.setting
-            inputs = self._inputs(setting, batch, lists)
-            if inputs is None:
+            if (inputs := self._inputs(setting, batch, lists)) is None:
                 continue
 
             # Estimate the correction's effect from its factors F on the sampled tokens. Where whole distributions are
             # known (`states`), sums over the vocabulary replace these estimates.
             totals = measured(setting.objective.correction, inputs)
-            advantages = batch.advantages if has_signs else None
             sampled = factors(setting, inputs, batch.new, advantages, totals)
             columns = SampledColumns.of(sampled, ratio, batch.mask)
             sums = correction_sums(sampled, columns.wrong, batch.mask, bands)
