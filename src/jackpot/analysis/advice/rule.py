@@ -359,8 +359,7 @@ def judge(
     # If no correction is worth enough, the advice describes the best one.
     advisable = [candidate for candidate in candidates if candidate.advisable]
     best = chosen or max(advisable, key=lambda candidate: candidate.of_tokens.value, default=None)
-    if best is None and problem is None:
-        problem = "none of the corrections that the rule may recommend could be judged"
+    problem = problem or (None if best else "none of the corrections that the rule may recommend could be judged")
 
     settings, generation = {}, ()
     if problem or best is None:
@@ -443,8 +442,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
 
     # Corrections that weigh whole responses are only mentioned: sampled tokens show too few of their largest weights.
     better = [rival for rival in rivals if rival.is_whole and _is_better(rival, chosen)]
-    if better:
-        whole = max(better, key=lambda rival: rival.worth.value)
+    if whole := max(better, key=lambda rival: rival.worth.value, default=None):
         text += f". {whole.label} reads whole responses: {whole.worth.value:.2f}, if its sampled tokens miss nothing"
     return text
 

@@ -131,9 +131,7 @@ class AnswerFile:
         if missing := int((offsets < 0).sum()):
             raise CheckpointError(f"{self._lines} lacks {missing} of {offsets.size} responses; run the command again")
 
-        about = {"schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])}
-        schema = SCHEMA.with_metadata({**metadata, **about})
-
+        schema = SCHEMA.with_metadata({**metadata, "schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])})
         try:
             with whole_file(self.path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
                 rows = self._rows(offsets, prompt)

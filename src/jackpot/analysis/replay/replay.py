@@ -138,9 +138,7 @@ class _Reading:
         Left out, and counted, are responses without a sampled token and, where both models generated, the policy's.
         Responses that lack the policy's log-probs where these are needed are left out with a warning.
         """
-        responses = read_files(self._dump, self._files, self._warn)
-
-        for response in islice(responses, 0, None, every):
+        for response in islice(read_files(self._dump, self._files, self._warn), 0, None, every):
             if not response.sampled_mask.any():
                 self._left_out[_FULLY_MASKED] += 1
             elif self._is_mixed and response.sampled_by == "policy":

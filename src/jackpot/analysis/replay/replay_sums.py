@@ -246,9 +246,14 @@ def _state_values(setting: CorrectionSetting, states: StateDistributions, totals
     z = torch.ones_like(states.new[:, 0]) if z is None else z
     old = states.new if states.old is None else states.old
 
-    everywhere = torch.ones_like(states.new, dtype=torch.bool)
-    z_of_tokens = known_z(z.unsqueeze(-1).expand_as(states.new))
-    inputs = inputs_of(setting, states.rollout, old, states.new, mask=everywhere, z=z_of_tokens)
+    inputs = inputs_of(
+        setting,
+        states.rollout,
+        old,
+        states.new,
+        mask=torch.ones_like(states.new, dtype=torch.bool),
+        z=known_z(z.unsqueeze(-1).expand_as(states.new)),
+    )
     return state_values(factors(setting, inputs, states.new, advantages=None, totals=totals), states)
 
 

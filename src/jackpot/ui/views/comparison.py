@@ -133,7 +133,6 @@ def _costs(comparison: Comparison, accuracy: float) -> Table:
     """Return a table of each arm's cost until its policy reaches an accuracy or mean reward."""
     goal = measured(accuracy, comparison.measure)
     is_accuracy = comparison.measure == "accuracy"
-    costs = {row.arm: row.cost for row in comparison.rows if row.cost}
 
     return Table(
         title=f"Cost until {goal} of the policy's answers are right"
@@ -142,11 +141,12 @@ def _costs(comparison: Comparison, accuracy: float) -> Table:
         columns=("arm", "reached", "rollout FLOPs", "all FLOPs", "CPU seconds", "seconds"),
         rows=tuple(
             (
-                arm,
+                row.arm,
                 f"{cost.reached} of {cost.of}",
                 *map(amount, (cost.flops, cost.all_flops, cost.cpu_seconds, cost.seconds)),
             )
-            for arm, cost in costs.items()
+            for row in comparison.rows
+            if (cost := row.cost)
         ),
         note="Medians over all seeds, on a line between evaluations; - if half of them or more never reach it. All "
         "FLOPs are those of rollouts and of training both models.",
