@@ -189,9 +189,8 @@ def relative_worth(first: JudgedCorrection, second: JudgedCorrection) -> Estimat
 def ties(correction: JudgedCorrection, best: JudgedCorrection) -> bool:
     """Tell whether a correction is worth TIE_SHARE of the best, or is within TIE_ERRORS standard errors of it."""
     share = relative_worth(correction, best)
-    if share.value >= TIE_SHARE:
-        return True
-    return share.error is not None and 1.0 - share.value <= TIE_ERRORS * share.error
+    is_near = share.error is not None and 1.0 - share.value <= TIE_ERRORS * share.error
+    return share.value >= TIE_SHARE or is_near
 
 
 def choose(candidates: Sequence[JudgedCorrection]) -> JudgedCorrection | None:

@@ -205,8 +205,6 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
 
 def _token_section(pairs: Sequence[MismatchPair]) -> Section:
     """Return the section with charts and tables of single tokens, by position and by entropy."""
-    by_position = _band_charts(pairs, "position", "position in the response")
-    by_entropy = _band_charts(pairs, "entropy", "entropy, nats")
     several = len(pairs) > 1
     tables = [table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if several else "")]
 
@@ -214,7 +212,13 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
         title="Where the gap is",
         intro="The same gaps by the length of the response, by the position of the token, and by the entropy of the "
         "learner's distribution there: a token that is certain to both has no gap.",
-        items=(_scatter(pairs), *by_position, *by_entropy, _quantile_chart(pairs), *tables),
+        items=(
+            _scatter(pairs),
+            *_band_charts(pairs, "position", "position in the response"),
+            *_band_charts(pairs, "entropy", "entropy, nats"),
+            _quantile_chart(pairs),
+            *tables,
+        ),
     )
 
 
