@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
 
 from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.roles import Role
@@ -16,9 +15,7 @@ from jackpot.training.run_folder.checkpoint import newest_checkpoint
 from jackpot.training.run_folder.folder import run_config
 
 
-def sample_answers(
-    run: Path, problems: int, seed: int
-) -> tuple[list[Prompt], dict[tuple[Role, Literal["before", "after"]], Evaluation]]:
+def sample_answers(run: Path, problems: int, seed: int) -> tuple[list[Prompt], dict[tuple[Role, str], Evaluation]]:
     """Sample responses to the first held-out problems from the models at the start and at the newest whole checkpoint.
 
     Args:
@@ -27,8 +24,8 @@ def sample_answers(
         seed: seed of the sampling.
 
     Returns:
-        The problems; and the responses of every model, one to each problem, by its role and whether it is from before
-        training or after it.
+        The problems; and the responses of every model, one to each problem, by the model's role and when it was saved:
+        `before` training or `after` it.
 
     Raises:
         CheckpointError: the folder has no run, no checkpoint yet, or only corrupt ones.
@@ -39,7 +36,7 @@ def sample_answers(
     tokenizer, device = load_tokenizers(before), pick_device(config.device)
     settings = TransformersEngineConfig(dtype=config.engine.dtype)  # not a server's engine: up to four models are read
 
-    answers: dict[tuple[Role, Literal["before", "after"]], Evaluation] = {}
+    answers: dict[tuple[Role, str], Evaluation] = {}
     with closing(run_task(config, before, tokenizer)) as task:
         prompts = [task.prompt("test", index) for index in range(problems)]
         for role in before:
