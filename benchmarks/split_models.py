@@ -27,7 +27,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from jackpot.analysis.mismatch.learner import LearnerScores
-from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
+from jackpot.analysis.mismatch.measure import MismatchNumbers, mismatch_numbers
 from jackpot.analysis.mismatch.tokens import SamplerScores, token_mismatch
 from jackpot.core.errors import ModelError
 from jackpot.models.forward import backbone, head_logits
@@ -159,7 +159,7 @@ def compare(
     Args:
         exists: [B, S - prompt] bool, False behind the end of a response.
     """
-    sums, tokens = MismatchSums(), ids[:, prompt:]
+    responses, tokens = [], ids[:, prompt:]
     for row in range(len(ids)):
         (p, p_experts), (q, q_experts) = (
             (log_probs[row, prompt - 1 :], None if experts is None else experts[row, prompt - 1 :])
@@ -180,8 +180,8 @@ def compare(
         scores = LearnerScores(
             log_probs=q.gather(1, own)[:, 0], top_log_probs=q, most_probable=q.argmax(-1), experts=q_experts
         )
-        sums.add(str(row), token_mismatch(by, scores))
-    return sums.numbers()
+        responses.append((by.uid, token_mismatch(by, scores)))
+    return mismatch_numbers(responses)
 
 
 # Attention: query [B, heads, T, D], key and value [B, key heads, T or S, D] -> output [B, T, heads, D]

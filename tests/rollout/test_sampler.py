@@ -228,9 +228,9 @@ def test_the_penalty_changes_the_reward_and_not_the_verdict():
     config = small_config("objective.overlong_buffer.len=20", "objective.overlong_buffer.penalty_factor=2.0")
     prompt = Prompt(uid="0", text="", answer="", token_ids=(3,))
     rollout = answer(Request(uid="0#0", prompt=prompt, seed=0, sampling=config.sampling))
-    score = shaped_score(config, rollout, Score(reward=1.0, correct=True))
+    score = shaped_score(config, len(rollout.token_ids), Score(reward=1.0, correct=True))
     assert score == Score(reward=1.0 - 2.0 * (LENGTH - 4) / 20, correct=True)
-    assert shaped_score(small_config(), rollout, score) is score
+    assert shaped_score(small_config(), len(rollout.token_ids), score) is score
 
 
 def test_dynamic_sampling_compares_rewards_without_penalties():

@@ -466,13 +466,13 @@ def _place(path: str | Path, source: str, error: Exception) -> str:
 
 
 def load_tokenizers(paths: Mapping[Role, str] | Mapping[str, str]) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that all models of a run share: the policy's, after a comparison with all others.
+    """Load the tokenizer that all models share: that of the first, after a comparison with all others.
 
     Raises:
         ModelError: as `load_tokenizer`.
         DataError: as `load_tokenizer`, or the tokenizers differ; the message names a token.
     """
-    tokenizers = {role: load_tokenizer(path) for role, path in paths.items()}
-    for tokenizer in tokenizers.values():
-        check_same_tokenizer(tokenizers["policy"], tokenizer)
-    return tokenizers["policy"]
+    first, *others = map(load_tokenizer, paths.values())
+    for tokenizer in others:
+        check_same_tokenizer(first, tokenizer)
+    return first

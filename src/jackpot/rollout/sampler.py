@@ -349,7 +349,7 @@ class Sampler:
         Rewards are compared as the task gave them; with `baseline: model`, those of each model's responses alone.
         """
         members = [
-            ScoredRollout(rollout=rollout, score=shaped_score(self._config, rollout, score))
+            ScoredRollout(rollout=rollout, score=shaped_score(self._config, len(rollout.token_ids), score))
             for rollout, score in zip(rollouts, scores, strict=True)
         ]
 
@@ -413,13 +413,13 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
     return roles
 
 
-def shaped_score(config: Config, rollout: Rollout, score: Score) -> Score:
-    """Return the task's score with the penalty of `objective.overlong_buffer` added to its reward."""
+def shaped_score(config: Config, tokens: int, score: Score) -> Score:
+    """Return the task's score of a response, with the penalty of `objective.overlong_buffer` added to its reward."""
     overlong = config.objective.overlong_buffer
     if overlong is None:
         return score
     limit = config.sampling.max_new_tokens
-    penalty = overlong_penalty(len(rollout.token_ids), limit, buffer=overlong.len, penalty=overlong.penalty_factor)
+    penalty = overlong_penalty(tokens, limit, buffer=overlong.len, penalty=overlong.penalty_factor)
     return replace(score, reward=score.reward + penalty)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jackpot.analysis.mismatch.learner import LearnerScores
-from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
+from jackpot.analysis.mismatch.measure import MismatchNumbers, mismatch_numbers
 from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
@@ -185,10 +185,8 @@ def test_a_learner_that_only_scores_leaves_divergences_open():
 def measured(
     responses: list[tuple[np.ndarray, np.ndarray, np.ndarray]], order: list[int] | None = None
 ) -> MismatchNumbers:
-    measure = MismatchSums()
-    for row in order or range(len(responses)):
-        measure.add(f"{row}", token_mismatch(*both(*responses[row])))
-    return measure.numbers()
+    rows = order or range(len(responses))
+    return mismatch_numbers((f"{row}", token_mismatch(*both(*responses[row]))) for row in rows)
 
 
 def test_all_numbers_are_those_of_the_tokens_put_together():
@@ -253,11 +251,10 @@ def test_equal_sides_are_0_and_the_order_does_not_matter():
 
 
 def test_nothing_sampled_is_nothing_to_compare():
-    measure = MismatchSums()
     p, q, ids = response(3, seed=0)
-    measure.add("tool", token_mismatch(*both(p, q, ids, sampled=torch.zeros(3, dtype=torch.bool))))
+    tokens = token_mismatch(*both(p, q, ids, sampled=torch.zeros(3, dtype=torch.bool)))
     with pytest.raises(DataError, match="no token was sampled"):
-        measure.numbers()
+        mismatch_numbers([("tool", tokens)])
 
 
 def test_the_picture_has_the_worst_token(monkeypatch):
@@ -293,7 +290,6 @@ def test_a_certain_token_falls_into_the_lowest_band():
         support=None,
         entropy=-1e-17 * one,
     )
-    measure = MismatchSums()
-    measure.add("one", tokens)
-    [band] = measure.numbers().bands["entropy"]
-    assert band.name == "0-0.01" and band.kl is None and not measure.numbers().kl_is_exact
+    numbers = mismatch_numbers([("one", tokens)])
+    [band] = numbers.bands["entropy"]
+    assert band.name == "0-0.01" and band.kl is None and not numbers.kl_is_exact

@@ -12,6 +12,7 @@ from helpers.synthetic_rollouts import discovered, noise, records, write
 from jackpot.analysis.advice.rule import choose, relative_worth
 from jackpot.analysis.replay.gradient import exact_numbers
 from jackpot.analysis.replay.replay import ReplayResult, replay
+from jackpot.analysis.replay.results import correction_result
 from jackpot.analysis.replay.settings import settings_of
 from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.corrections import CORRECTIONS
@@ -180,7 +181,8 @@ def test_the_sampled_variation_is_never_far_too_small(tmp_path, size):
             assert means["square"] == pytest.approx(means["state square"], rel=0.05), label
         if label == "none proximal=rollout" or one.setting.name in ("reweight_only", "dppo", "ipo"):
             continue  # never advised
-        exact, sampled = exact_numbers(one.sums)["tv_after_correction"], one.sampled_tv_after_correction
+        exact = exact_numbers(one.sums)["tv_after_correction"]
+        sampled = correction_result(one).sampled_tv_after_correction
         assert 0.9 * exact - 0.002 <= sampled <= 1.8 * exact + 0.005, label
         if one.setting.name in ("none", "z_only", "mask_only", "is"):
             assert sampled == pytest.approx(exact, rel=0.05, abs=0.001), label

@@ -93,12 +93,12 @@ def test_a_run_with_only_corrupt_checkpoints_is_refused(file: str, finished_run:
 
 def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(whole: Path, tmp_path: Path, caplog) -> None:
     shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
-    [(_, right)] = sample_answers(tmp_path, 1, 0)
+    _, right = sample_answers(tmp_path, 1, 0)
     for path in (tmp_path / "checkpoints" / "step-4").rglob("*"):
         if path.is_file() and path.name != "checksums.json":
             path.unlink()
     before = sorted(tmp_path.rglob("*"))
-    [(_, answers)] = sample_answers(tmp_path, 1, 0)
+    _, answers = sample_answers(tmp_path, 1, 0)
     assert len(answers) == len(right) == 4
     assert "step-4" in caplog.text and "taking the checkpoint before it" in caplog.text
     assert sorted(tmp_path.rglob("*")) == before

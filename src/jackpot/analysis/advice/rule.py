@@ -11,8 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from jackpot.core.statistics import Estimate, student_t
+from jackpot.models.cost import forward_cost
 from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 
 GROUPS = 20  # groups of prompts; the jackknife leaves out one group at a time for a standard error
@@ -39,8 +41,6 @@ _SIMPLICITY = {  # rank by name, or by name and setting `proximal`: simple corre
         ("none", "tis", "tis new", "obrs", "icepop", "drop", "is", "none rollout", "dppo", "ipo")
     )
 }
-
-Conclusion = Literal["none needed", "correct", "too far", "cannot tell"]
 
 
 class Worth(NamedTuple):
@@ -189,9 +189,8 @@ def relative_worth(first: JudgedCorrection, second: JudgedCorrection) -> Estimat
 def ties(correction: JudgedCorrection, best: JudgedCorrection) -> bool:
     """Tell whether a correction is worth TIE_SHARE of the best, or is within TIE_ERRORS standard errors of it."""
     share = relative_worth(correction, best)
-    if share.value >= TIE_SHARE:
-        return True
-    return share.error is not None and 1.0 - share.value <= TIE_ERRORS * share.error
+    is_near = share.error is not None and 1.0 - share.value <= TIE_ERRORS * share.error
+    return share.value >= TIE_SHARE or is_near
 
 
 def choose(candidates: Sequence[JudgedCorrection]) -> JudgedCorrection | None:
@@ -216,6 +215,14 @@ class Costs(NamedTuple):
 
     flops: float
     weights: float  # number of weights read in a forward pass, which decides how long decoding a small batch takes
+
+    @classmethod
+    def of(cls, policy: PreTrainedModel, rollout_model: PreTrainedModel) -> "Costs":
+        """Compute the costs from the shapes of both models, which may be on the meta device."""
+        return cls(
+            flops=forward_cost(rollout_model).per_token / forward_cost(policy).per_token,
+            weights=rollout_model.num_parameters() / policy.num_parameters(),
+        )
 
 
 class Generation(NamedTuple):
@@ -292,7 +299,7 @@ def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
 class Recommendation:
     """The advice of the rule, with everything from which it was derived."""
 
-    verdict: Conclusion
+    verdict: Literal["none needed", "correct", "too far", "cannot tell"]
     correction: str | None  # label of the correction; None where none is recommended
     settings: dict[str, object]  # settings of `objective.correction` for a recipe; empty without a recommendation
     lines: Mapping[str, str]  # the advice: a label and its text for each line, at most five lines
@@ -351,8 +358,7 @@ def judge(
     # If no correction is worth enough, the advice describes the best one.
     advisable = [candidate for candidate in candidates if candidate.advisable]
     best = chosen or max(advisable, key=lambda candidate: candidate.of_tokens.value, default=None)
-    if best is None and problem is None:
-        problem = "none of the corrections that the rule may recommend could be judged"
+    problem = problem or (None if best else "none of the corrections that the rule may recommend could be judged")
 
     settings, generation = {}, ()
     if problem or best is None:
@@ -435,8 +441,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
 
     # Corrections that weigh whole responses are only mentioned: sampled tokens show too few of their largest weights.
     better = [rival for rival in rivals if rival.is_whole and _is_better(rival, chosen)]
-    if better:
-        whole = max(better, key=lambda rival: rival.worth.value)
+    if whole := max(better, key=lambda rival: rival.worth.value, default=None):
         text += f". {whole.label} reads whole responses: {whole.worth.value:.2f}, if its sampled tokens miss nothing"
     return text
 

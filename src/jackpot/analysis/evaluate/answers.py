@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {  # fields of a line of NAME.jsonl, with
     "finish": (str,),
     "reward_error": (str, type(None)),
 }
-_ROWS_AT_ONCE = 1024  # rows of the table that are in memory at a time, about
+_ROWS_AT_ONCE = 1024  # rows of the table that are in memory at a time
 _log = logging.getLogger(__name__)
 
 
@@ -80,7 +81,9 @@ class AnswerFile:
             self._check_table()
             self._lines.unlink(missing_ok=True)  # an earlier process was killed after writing the table
         elif self._lines.exists():
-            os.truncate(self._lines, _whole_size(self._lines))  # a killed process may have left a part of a line
+            # A killed process may have left a part of a line.
+            whole_lines = sum(len(text) for _, text in _lines(self._lines) if text.endswith(b"\n"))
+            os.truncate(self._lines, whole_lines)
 
         self._missing = self._offsets() < 0  # [problems, k]; an offset of -1 stands for a missing response
         self._appended = AppendedFile(self._lines)
@@ -128,16 +131,12 @@ class AnswerFile:
         if missing := int((offsets < 0).sum()):
             raise CheckpointError(f"{self._lines} lacks {missing} of {offsets.size} responses; run the command again")
 
-        about = {"schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])}
-        schema = SCHEMA.with_metadata({**metadata, **about})
-
+        schema = SCHEMA.with_metadata({**metadata, "schema_version": str(SCHEMA_VERSION), "k": str(self._shape[1])})
         try:
-            with whole_file(self.path) as partial:
-                with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
-                    for rows in self._rows(offsets, prompt):
-                        writer.write_table(pa.Table.from_pylist(rows, schema))
-                with partial.open("rb") as file:
-                    os.fsync(file.fileno())
+            with whole_file(self.path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
+                rows = self._rows(offsets, prompt)
+                while batch := list(islice(rows, _ROWS_AT_ONCE)):
+                    writer.write_table(pa.Table.from_pylist(batch, schema))
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {self.path}: {error}. Make room and run the same command; all responses are in "
@@ -164,25 +163,18 @@ class AnswerFile:
             _log.warning("%s: %d lines cannot be read; their responses are generated again", self._lines, unreadable)
         return offsets
 
-    def _rows(self, offsets: NDArray[np.int64], prompt: Callable[[int], Prompt]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the rows of NAME.parquet, about _ROWS_AT_ONCE at a time, from the lines of NAME.jsonl.
+    def _rows(self, offsets: NDArray[np.int64], prompt: Callable[[int], Prompt]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of NAME.parquet, from the lines of NAME.jsonl.
 
         `offsets`, [problems, k], are where the lines of the responses begin; `prompt` returns a problem by its index.
         """
-        rows: list[dict[str, Any]] = []
         with self._lines.open("rb") as file:
             for index, line_offsets in enumerate(offsets):
                 problem = prompt(index)
                 columns = {"uid": problem.uid, "prompt": problem.text, "answer": problem.answers}
                 for offset in line_offsets:
                     file.seek(offset)
-                    rows.append(columns | json.loads(file.readline()))
-
-                if len(rows) >= _ROWS_AT_ONCE:
-                    yield rows
-                    rows = []
-        if rows:
-            yield rows
+                    yield columns | json.loads(file.readline())
 
     def _check_table(self) -> None:
         """Raise CheckpointError if the table cannot be read, or does not have k rows for each problem."""
@@ -209,9 +201,8 @@ def read_outcomes(path: Path) -> ResponseOutcomes:
     Raises:
         CheckpointError: the table cannot be read or has another schema version.
     """
-    columns = ["correct", "reward", "tokens", "finish", "reward_error"]
     try:
-        table = pq.read_table(path, columns=columns)
+        table = pq.read_table(path, columns=["correct", "reward", "tokens", "finish", "reward_error"])
     except (OSError, pa.ArrowException) as error:
         raise CheckpointError(f"cannot read the responses in {path}: {error}") from error
 
@@ -249,11 +240,6 @@ def _line(index: int, sample: int, answer: ScoredResponse) -> dict[str, Any]:
     }
 
 
-def _whole_size(path: Path) -> int:
-    """Return the number of bytes in a file up to the end of its last whole line."""
-    return sum(len(text) for _, text in _lines(path) if text.endswith(b"\n"))
-
-
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield (byte offset, text) of every line of a file; nothing where the file does not exist."""
     if path.exists():
@@ -270,11 +256,11 @@ def _key(text: bytes) -> tuple[int, int]:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return -1, -1
-    if not isinstance(line, dict) or line.keys() != _FIELDS.keys():
-        return -1, -1
 
-    fits = all(type(line[name]) in types for name, types in _FIELDS.items()) and isfinite(line["reward"])
-    return (line["number"], line["sample"]) if fits else (-1, -1)
+    has_fields = isinstance(line, dict) and line.keys() == _FIELDS.keys()
+    if has_fields and all(type(line[name]) in types for name, types in _FIELDS.items()) and isfinite(line["reward"]):
+        return line["number"], line["sample"]
+    return -1, -1
 
 
 # Endings of the files that are hashed: weights, configs, tokenizer, chat template.

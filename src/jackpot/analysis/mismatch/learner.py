@@ -19,13 +19,11 @@ from jackpot.config.engines import TransformersEngineConfig
 from jackpot.core.types import Rollout
 from jackpot.models.forward import cut_head
 from jackpot.models.load import DTYPES, load_model
-from jackpot.models.packing import pack, rollout_lengths
+from jackpot.models.packing import FORWARD_TOKENS, pack, rollout_lengths
 from jackpot.models.routing import expert_layers, recorded_experts
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.rollout.engines.transformers.attention import set_engine_attention
 from jackpot.rollout.engines.transformers.weights import ModelWeights
-
-FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

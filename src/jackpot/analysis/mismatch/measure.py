@@ -1,12 +1,10 @@
-"""Sums of the gaps between sampler and learner over responses, and the numbers of a comparison that follow from them.
-
-For quantiles and the picture, the log-ratio and the two probabilities of each token are kept, 16 bytes. All else is
-sums and a few numbers for each response.
-"""
+"""Sums of the gaps between sampler and learner over responses, and the numbers of a comparison that they give."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ QUANTILES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 HIGH_GAP = 0.5  # gap |p - q| above which a response is counted as high, as in the TIS post that docs/mismatch.md links
 FAR = 2.0  # ratio q/p above which, or below 1 / FAR, the two probabilities of a token count as far apart
 DRAWN_TOKENS = 2_000  # most tokens that are kept for the picture of p against q
-_ALL_TOKENS = 0  # row, in the sums of all bands, of the band that has every token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,126 +80,99 @@ class MismatchNumbers:
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 
 
-class MismatchSums:
-    """A collector of the mismatch at the tokens of responses, which are added one by one in any order."""
+def mismatch_numbers(responses: Iterable[tuple[str, TokenMismatch]]) -> MismatchNumbers:
+    """Return the mismatch over all responses, each with its uid; a response without a sampled token is ignored.
 
-    def __init__(self) -> None:
-        """Begin without any response."""
-        self._sums: ClusteredMean | None = None  # [bands, quantities]: the sums of each averaged quantity in each band
-        self._largest = torch.tensor(-math.inf)  # [bands] largest gap
-        self._bands: list[tuple[str, str]] = []  # (kind, name) of each band; the first is of all tokens
-        self._quantities: list[str] = []  # names of the averaged quantities
-        self._responses: list[ResponseGap] = []
-        self._log_ratios: list[Tensor] = []  # for each response [N] log q/p of its sampled tokens
-        self._probabilities: list[Tensor] = []  # for each response [N, 2] probabilities (p, q) of its sampled tokens
-        self._is_exact = True  # whether the bounds of KL and total variation are equal in all responses
+    Raises:
+        DataError: no response has a sampled token.
+    """
+    named = [(uid, tokens) for uid, tokens in responses if len(tokens.position)]
+    if not named:
+        raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
 
-    def add(self, uid: str, tokens: TokenMismatch) -> None:
-        """Add one response; a response without a sampled token is ignored."""
-        gap = tokens.gap
-        if not len(gap):
-            return
+    gaps = [(uid, tokens.gap) for uid, tokens in named]
+    each = tuple(
+        ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean())) for uid, gap in gaps
+    )
+    log_ratios = torch.cat([tokens.log_ratio for _, tokens in named])
+    probabilities = torch.cat([torch.stack([tokens.sampler, tokens.learner], dim=-1).float() for _, tokens in named])
 
-        # The sums of every quantity over this response's tokens in every band, [bands, quantities].
-        bands, quantities = _masks(tokens), _averaged(tokens)  # tensors by name
-        self._bands, self._quantities = [*bands], [*quantities]  # the names alone
-        masks, values = torch.stack([*bands.values()]), torch.stack([*quantities.values()])
-        totals = torch.where(masks[:, None], values, 0.0).sum(-1)
-        counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
-        has_tokens = (counts > 0).double()
-        response_sums = ClusteredMean(
-            total=totals,
-            count=counts,
-            squares=totals.square(),
-            products=totals * counts,
-            counts=counts.square(),
-            responses=has_tokens,
-        )
-        self._sums = self._sums + response_sums if self._sums else response_sums  # None before the first response
-        self._largest = torch.maximum(self._largest, torch.where(masks, gap, -math.inf).amax(-1))
+    (_, means, whole), *parts = _bands([tokens for _, tokens in named])
+    bands: dict[str, tuple[TokenBand, ...]] = {}
+    for kind, _, band in parts:
+        bands[kind] = (*bands.get(kind, ()), band)
 
-        # Kept beside the sums: gaps of each response, and log-ratios and probabilities of tokens.
-        self._responses.append(
-            ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean()))
-        )
-        self._log_ratios.append(tokens.log_ratio)
-        self._probabilities.append(torch.stack([tokens.sampler, tokens.learner], dim=-1).float())
-        self._is_exact &= tokens.is_exact
+    return MismatchNumbers(
+        responses=len(each),
+        tokens=len(log_ratios),
+        max_gap=whole.max_gap,
+        gap=means["gap"],
+        response_max_gap=Sample(tuple(response.max_gap for response in each)).estimate,
+        response_mean_gap=Sample(tuple(response.mean_gap for response in each)).estimate,
+        high=sum(response.max_gap > HIGH_GAP for response in each),
+        log_gap=means["log_gap"],
+        other_token=means.get("other_token"),
+        other_experts=means.get("other_experts"),
+        k1=means["k1"],
+        k3=means["k3"],
+        kl=_bounds(means, "kl"),
+        kl_is_exact=all(tokens.is_exact for _, tokens in named),
+        variation=_bounds(means, "variation"),
+        ratio=means["ratio"],
+        quantiles=_quantiles(log_ratios),
+        # Shares of the tokens whose ratio q/p is above FAR, or below 1 / FAR.
+        above=float((log_ratios > math.log(FAR)).double().mean()),
+        below=float((log_ratios < -math.log(FAR)).double().mean()),
+        support=means.get("support"),
+        bands=bands,
+        each=each,
+        drawn=_drawn(probabilities),
+    )
 
-    def numbers(self) -> MismatchNumbers:
-        """Return the mismatch over all responses that were added.
 
-        Raises:
-            DataError: no response had a sampled token.
-        """
-        if not self._responses:
-            raise DataError("no token was sampled, so there is nothing to compare; ask for more responses or tokens")
+def _bands(responses: Sequence[TokenMismatch]) -> Iterator[tuple[str, dict[str, Estimate], TokenBand]]:
+    """Yield every band that has tokens, the first of which has all: its kind, its means, and the band itself.
 
-        means, log_ratios = self._means(_ALL_TOKENS), torch.cat(self._log_ratios)
-        max_gaps = tuple(response.max_gap for response in self._responses)
-        mean_gaps = tuple(response.mean_gap for response in self._responses)
+    The means are those of the quantities in `_averaged`, by name.
+    """
+    bands, quantities = _masks(responses[0]), _averaged(responses[0])
+    all_sums, all_gaps = zip(*map(_response_sums, responses), strict=True)
+    sums, max_gaps = reduce(add, all_sums), torch.stack(all_gaps).amax(0)
 
-        # The bands of every kind, such as position; the band of all tokens is left out.
-        bands: dict[str, tuple[TokenBand, ...]] = {}
-        for row, (kind, name) in enumerate(self._bands):
-            if row != _ALL_TOKENS and (band := self._band(row, name)):
-                bands[kind] = (*bands.get(kind, ()), band)
-
-        return MismatchNumbers(
-            responses=len(self._responses),
-            tokens=len(log_ratios),
-            max_gap=float(self._largest[_ALL_TOKENS]),
-            gap=means["gap"],
-            response_max_gap=Sample(max_gaps).estimate,
-            response_mean_gap=Sample(mean_gaps).estimate,
-            high=sum(max_gap > HIGH_GAP for max_gap in max_gaps),
-            log_gap=means["log_gap"],
-            other_token=means.get("other_token"),
-            other_experts=means.get("other_experts"),
-            k1=means["k1"],
-            k3=means["k3"],
-            kl=_bounds(means, "kl"),
-            kl_is_exact=self._is_exact,
-            variation=_bounds(means, "variation"),
-            ratio=means["ratio"],
-            quantiles=_quantiles(log_ratios),
-            # Shares of the tokens whose ratio q/p is above FAR, or below 1 / FAR.
-            above=float((log_ratios > math.log(FAR)).double().mean()),
-            below=float((log_ratios < -math.log(FAR)).double().mean()),
-            support=means.get("support"),
-            bands=bands,
-            each=tuple(self._responses),
-            drawn=_drawn(torch.cat(self._probabilities)),
-        )
-
-    def _means(self, row: int) -> dict[str, Estimate]:
-        """Return the mean over one band's tokens of every quantity in `_averaged`, by name; empty without tokens.
-
-        `row` is the band's row in the sums.
-        """
-        sums = self._sums
-        assert sums is not None  # `numbers` has checked that there is a response
+    for row, (kind, name) in enumerate(bands):
         # A `ClusteredMean` for each quantity, made of the entries [row, quantity] of all fields of the sums.
-        band_sums = [getattr(sums, field.name)[row] for field in fields(sums)]
-        by_name = zip(self._quantities, *band_sums, strict=True)
-        means = {name: ClusteredMean(*values).estimate for name, *values in by_name}
-        return {name: mean for name, mean in means.items() if mean}
+        by_name = zip(quantities, *(field[row] for field in sums), strict=True)
+        means = {quantity: mean for quantity, *values in by_name if (mean := ClusteredMean(*values).estimate)}
+        if means:
+            band = TokenBand(
+                name=name,
+                tokens=int(sums.count[row, 0]),  # every quantity has the same count
+                gap=means["gap"],
+                max_gap=float(max_gaps[row]),
+                k1=means["k1"],
+                k3=means["k3"],
+                kl=_bounds(means, "kl"),
+            )
+            yield kind, means, band
 
-    def _band(self, row: int, name: str) -> TokenBand | None:
-        """Return the mismatch in the band `name`, whose row in the sums is `row`; None for a band without tokens."""
-        means = self._means(row)
-        if not means:
-            return None
 
-        return TokenBand(
-            name=name,
-            tokens=int(self._sums.count[row, 0]) if self._sums else 0,  # every quantity has the same count
-            gap=means["gap"],
-            max_gap=float(self._largest[row]),
-            k1=means["k1"],
-            k3=means["k3"],
-            kl=_bounds(means, "kl"),
-        )
+def _response_sums(tokens: TokenMismatch) -> tuple[ClusteredMean, Tensor]:
+    """Return a response's sums of each quantity in each band, [bands, quantities], and its largest gaps, [bands].
+
+    Bands are in the order of `_masks`, and quantities in that of `_averaged`.
+    """
+    masks, values = torch.stack([*_masks(tokens).values()]), torch.stack([*_averaged(tokens).values()])
+    totals = torch.where(masks[:, None], values, 0.0).sum(-1)
+    counts = masks.sum(-1, keepdim=True).double().expand_as(totals)
+    sums = ClusteredMean(
+        total=totals,
+        count=counts,
+        squares=totals.square(),
+        products=totals * counts,
+        counts=counts.square(),
+        responses=(counts > 0).double(),
+    )
+    return sums, torch.where(masks, tokens.gap, -math.inf).amax(-1)
 
 
 def _bounds(means: Mapping[str, Estimate], name: str) -> tuple[Estimate, Estimate] | None:

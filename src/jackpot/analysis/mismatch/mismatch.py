@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.mismatch.learner import LearnerScores, learner_model, learner_scores
-from jackpot.analysis.mismatch.measure import MismatchNumbers, MismatchSums
+from jackpot.analysis.mismatch.measure import MismatchNumbers, mismatch_numbers
 from jackpot.analysis.mismatch.sides import short_names, verdict
 from jackpot.analysis.mismatch.tokens import SamplerScores, token_mismatch
 from jackpot.config.engines import TransformersEngineConfig, is_remote
@@ -26,7 +26,7 @@ from jackpot.core.prng import fold_in
 from jackpot.core.types import Rollout, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.device import pick_device
-from jackpot.models.load import DTYPES, check_same_tokenizer, head_rows, load_meta_model, load_tokenizer
+from jackpot.models.load import DTYPES, head_rows, load_meta_model, load_tokenizers
 from jackpot.models.quantization.formats import LayerDifference, SideFormats, layer_differences, layer_formats
 from jackpot.models.routing import expert_layers
 from jackpot.rollout.engines.base import Capabilities, Request
@@ -76,13 +76,11 @@ def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> M
     torch.set_num_threads(pick_threads(config.threads))
     device = pick_device(config.device)
     sides = (*config.samplers, *config.learners)
-    paths = list(dict.fromkeys(side.path for side in sides))
 
     # All distributions are over the same token ids: those for which every model has a row in its output layer.
-    tokenizer = load_tokenizer(paths[0])
-    for path in paths:
-        check_same_tokenizer(tokenizer, load_tokenizer(path))
-    rows = head_rows({path: path for path in paths}, tokenizer)
+    paths = {side.path: side.path for side in sides}
+    tokenizer = load_tokenizers(paths)
+    rows = head_rows(paths, tokenizer)
     _check_servers(sides, rows)
 
     names = short_names(sides)
@@ -102,7 +100,12 @@ def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> M
             for learner_name, learner in zip(learner_names, config.learners, strict=True):
                 listen(f"{learner_name} scores the responses of {sampler_name}")
                 temperature = learner.temperature or config.sampling.temperature
-                numbers = _compare(scores, _learner_scores(learner, rollouts, temperature, device, rows))
+                numbers = mismatch_numbers(
+                    (one.uid, token_mismatch(one, other))
+                    for one, other in zip(
+                        scores, _learner_scores(learner, rollouts, temperature, device, rows), strict=True
+                    )
+                )
 
                 pairs.append(
                     MismatchPair(
@@ -118,14 +121,6 @@ def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> M
                     )
                 )
     return MismatchResult(settings=config.model_dump(mode="json"), pairs=tuple(pairs))
-
-
-def _compare(samplers: Sequence[SamplerScores], learners: Sequence[LearnerScores]) -> MismatchNumbers:
-    """Return the mismatch of a sampler and a learner, from the scores of both for the same responses."""
-    sums = MismatchSums()
-    for sampler, learner in zip(samplers, learners, strict=True):
-        sums.add(sampler.uid, token_mismatch(sampler, learner))
-    return sums.numbers()
 
 
 def _pair_name(config: MismatchConfig, sampler: str, learner: str) -> str:

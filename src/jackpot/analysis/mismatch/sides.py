@@ -17,8 +17,6 @@ from jackpot.rollout.tasks.registry import check_sets
 from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.run_folder.checkpoint import config_of_run, resolve_model_path
 
-# Settings of a sampler or learner itself; every other key that the user gives is a setting of its engine.
-_SIDE_KEYS = ("path", "autocast", "temperature", "engine")
 Changes = Sequence[Mapping[str, Any]]
 
 
@@ -86,8 +84,9 @@ def mismatch_config(
 
 def _side(role: str, base: Mapping[str, Any], changes: Changes) -> SideConfig:
     """Build the settings of a sampler or learner; in `changes`, settings of its engine may lack the prefix `engine`."""
+    # Every key that is no setting of a sampler or learner itself is one of its engine.
     overrides = [
-        {key: value} if key in _SIDE_KEYS else {"engine": {key: value}}
+        {key: value} if key in LearnerConfig.model_fields else {"engine": {key: value}}
         for change in changes
         for key, value in change.items()
     ]

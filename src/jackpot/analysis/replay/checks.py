@@ -13,11 +13,6 @@ SIGNIFICANT_ERRORS = 5.0  # standard errors from which on a deviation is signifi
 LEAST_EFFECTIVE_SEQUENCES = 0.2  # share of effective responses below which weights of whole responses are of no use
 
 
-def is_stale(run: Sums) -> bool:
-    """Tell whether the saved log-probs show that the policy had been updated since the trainer received the batch."""
-    return float(run["stale_max"].value) > 1e-3
-
-
 def few_sequences(run: Sums) -> str:
     """Return a warning, to append to a sentence, against weighting whole responses; "" if enough remain effective."""
     effective = float(run["mismatch/sequence_ess"].value)

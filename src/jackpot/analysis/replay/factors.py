@@ -131,12 +131,13 @@ def _through_surrogate(setting: CorrectionSetting, inputs: CorrectionInputs, new
     Without a clip PPO's factor is the ratio r = p_new / p_proximal.
     """
     objective, mask = setting.objective, inputs.response_mask
-    clips = (objective.clip_low, objective.clip_high)
     proximal = torch.where(mask, inputs.proximal_log_probs, 0.0)
 
     with torch.enable_grad():
         log_probs = torch.where(mask, new, 0.0).detach().requires_grad_()
-        surrogate = objective.surrogate(log_probs, proximal, inputs.advantages, mask, *clips)
+        surrogate = objective.surrogate(
+            log_probs, proximal, inputs.advantages, mask, objective.clip_low, objective.clip_high
+        )
         (gradient,) = torch.autograd.grad(surrogate.value.sum(), log_probs)
 
     # Every advantage is 1 or -1, so the quotient is the factor without the advantage.

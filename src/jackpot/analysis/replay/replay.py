@@ -4,13 +4,12 @@ Status: supported.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from jackpot.analysis.advice.costs import costs_of_run
 from jackpot.analysis.advice.rule import Costs
+from jackpot.analysis.plan.sizes import outline
 from jackpot.analysis.replay.formats import AUTO, find_format
 from jackpot.analysis.replay.formats import jackpot as ours
 from jackpot.analysis.replay.formats.base import DumpFormat, read_files
@@ -128,8 +127,8 @@ class _Reading:
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
         self.read = 0  # number of responses that can be replayed
         self.unreadable = 0  # number of reading problems of all kinds
-        self._first: dict[str, str] = {}  # first problem of each kind, by the problem's text with 0 for every number
-        self._alike: Counter[str] = Counter()  # number of problems of each kind
+        # First problem of each kind and the number of its kind, by the problem's text with 0 for every number.
+        self._kinds: dict[str, tuple[str, int]] = {}
         self._left_out = {_FULLY_MASKED: 0, _BY_POLICY: 0}  # number of responses by the reason why they are left out
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
 
@@ -139,9 +138,7 @@ class _Reading:
         Left out, and counted, are responses without a sampled token and, where both models generated, the policy's.
         Responses that lack the policy's log-probs where these are needed are left out with a warning.
         """
-        responses = read_files(self._dump, self._files, self._warn)
-
-        for response in islice(responses, 0, None, every):
+        for response in islice(read_files(self._dump, self._files, self._warn), 0, None, every):
             if not response.sampled_mask.any():
                 self._left_out[_FULLY_MASKED] += 1
             elif self._is_mixed and response.sampled_by == "policy":
@@ -171,17 +168,19 @@ class _Reading:
     @property
     def problems(self) -> tuple[str, ...]:
         """Return the first reading problem of each kind as text, with the number of further problems of that kind."""
-        more = {kind: f" (and {count - 1:,} more like this)" for kind, count in self._alike.items() if count > 1}
-        return tuple(first + more.get(kind, "") for kind, first in self._first.items())
+        return tuple(
+            first + (f" (and {count - 1:,} more like this)" if count > 1 else "")
+            for first, count in self._kinds.values()
+        )
 
     def _warn(self, problem: str) -> None:
         """Count a reading problem, and keep its text if no earlier text is the same up to the numbers in it."""
         self.unreadable += 1
         text = problem[:MOST_CHARACTERS]
         kind = _DIGITS.sub("0", text)
-        if kind in self._first or len(self._first) < MOST_WARNINGS:
-            self._first.setdefault(kind, text)
-            self._alike[kind] += 1
+        if kind in self._kinds or len(self._kinds) < MOST_WARNINGS:
+            first, count = self._kinds.get(kind, (text, 0))
+            self._kinds[kind] = first, count + 1
 
 
 _COPIED = (
@@ -193,15 +192,16 @@ _COPIED = (
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
     """Return the rollout model's costs relative to the policy's, and sentences on the advice that lacks them.
 
-    Without a run's settings this is (None, []); where a run's costs cannot be used, None and one sentence.
+    Without a run's settings or a rollout model this is (None, []); where costs cannot be used, None and one sentence.
     """
-    if config and config.rollout_model and "rollout_model" not in config.writers(1, config.iterations):
+    if config is None or config.rollout_model is None:
+        return None, []
+    if "rollout_model" not in config.writers(1, config.iterations):
         return None, [
             "shares of the rollout model and drafts, which need rollouts of the rollout model: the policy generated "
             "all of this run, and how far the two models are apart is not in them"
         ]
     try:
-        costs = costs_of_run(config) if config else None
+        return Costs.of(outline(config.policy.path), outline(config.rollout_model.path)), []
     except JackpotError as error:
         return None, [f"shares of the rollout model and drafts, which need the costs of both models: {error}"]
-    return costs, []

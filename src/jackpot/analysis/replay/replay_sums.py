@@ -10,6 +10,7 @@ from jackpot.analysis.advice.rule import (
     COLUMNS,
     GROUPS,
     OVERLAP,
+    TOKENS,
     Costs,
     JudgedCorrection,
     Recommendation,
@@ -17,7 +18,7 @@ from jackpot.analysis.advice.rule import (
     interval_text,
     judge,
 )
-from jackpot.analysis.replay.checks import few_sequences, is_stale, not_finite, why_not
+from jackpot.analysis.replay.checks import few_sequences, not_finite, why_not
 from jackpot.analysis.replay.distributions import StateDistributions, saved_distributions, z_of
 from jackpot.analysis.replay.factors import factors, inputs_of, prefix_ratio
 from jackpot.analysis.replay.gradient import StateValues, known_states, state_sums, state_values
@@ -41,15 +42,6 @@ class ReplayedCorrection:
     sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states with known distributions
     # [GROUPS, COLUMNS] sums over the tokens of each group of prompts, for the advice
     groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
-
-    @property
-    def sampled_tv_after_correction(self) -> float:
-        """Return the total variation between the updated policy and the tokens as the correction weights them.
-
-        It is estimated from the sampled tokens; 1 if all tokens get weight 0.
-        """
-        variation, trained = Mean.named(self.sums, "variation").total, Mean.named(self.sums, "trained").total
-        return float(variation / trained) if trained != 0 else 1.0
 
     @property
     def tokens(self) -> int:
@@ -114,7 +106,7 @@ class ReplaySums:
             problem: reason against any recommendation, found before the numbers are looked at.
             rounding: text that says which log-probs are rounded, and what that adds to the total variation; "": none.
         """
-        stale = is_stale(self.run)
+        stale = float(self.run["stale_max"].value) > 1e-3  # the policy had been updated since it received the batch
         candidates = [
             JudgedCorrection(
                 name=correction.setting.name,
@@ -143,9 +135,8 @@ class ReplaySums:
     def _judged_text(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
-        tokens = COLUMNS.index("tokens")
         if candidates:  # all have the same overlap, here with a standard error over groups of prompts
-            gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., tokens], candidates[0].groups)
+            gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., TOKENS], candidates[0].groups)
         before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
 
@@ -162,7 +153,8 @@ class ReplaySums:
     def _add(self, batch: ResponseBatch, groups: Tensor) -> None:
         """Add a batch to all sums; `groups` [B] has, for each response, the index that `_group` gives its prompt."""
         has_signs = all(response.advantages is not None for response in batch.responses)
-        if not has_signs:
+        advantages = batch.advantages if has_signs else None
+        if advantages is None:
             self._leave_out("the sign of the advantages", _NO_ADVANTAGES)
 
         # Sums of the run before any correction.
@@ -181,14 +173,12 @@ class ReplaySums:
 
         for correction in self._corrections:
             setting = correction.setting
-            inputs = self._inputs(setting, batch, lists)
-            if inputs is None:
+            if (inputs := self._inputs(setting, batch, lists)) is None:
                 continue
 
             # Estimate the correction's effect from its factors F on the sampled tokens. Where whole distributions are
             # known (`states`), sums over the vocabulary replace these estimates.
             totals = measured(setting.objective.correction, inputs)
-            advantages = batch.advantages if has_signs else None
             sampled = factors(setting, inputs, batch.new, advantages, totals)
             columns = SampledColumns.of(sampled, ratio, batch.mask)
             sums = correction_sums(sampled, columns.wrong, batch.mask, bands)
@@ -256,9 +246,14 @@ def _state_values(setting: CorrectionSetting, states: StateDistributions, totals
     z = torch.ones_like(states.new[:, 0]) if z is None else z
     old = states.new if states.old is None else states.old
 
-    everywhere = torch.ones_like(states.new, dtype=torch.bool)
-    z_of_tokens = known_z(z.unsqueeze(-1).expand_as(states.new))
-    inputs = inputs_of(setting, states.rollout, old, states.new, mask=everywhere, z=z_of_tokens)
+    inputs = inputs_of(
+        setting,
+        states.rollout,
+        old,
+        states.new,
+        mask=torch.ones_like(states.new, dtype=torch.bool),
+        z=known_z(z.unsqueeze(-1).expand_as(states.new)),
+    )
     return state_values(factors(setting, inputs, states.new, advantages=None, totals=totals), states)
 
 

@@ -233,15 +233,14 @@ def collate(responses: Sequence[SavedResponse]) -> ResponseBatch:
         """Stack one column of all responses, [T] each, to [B, T], with 0 where the mask is False."""
         return torch.where(mask, pad_sequence(list(rows), batch_first=True), 0.0)
 
-    def advantages(response: SavedResponse) -> Tensor:
-        """Return the advantages of a response, [T], or 1 at every token."""
-        return torch.ones_like(response.rollout_log_probs) if response.advantages is None else response.advantages
-
     return ResponseBatch(
         responses=tuple(responses),
         mask=mask,
         rollout=pad(response.rollout_log_probs for response in responses),
         old=pad(response.policy_log_probs[0] for response in responses),
         new=pad(response.policy_log_probs[1] for response in responses),
-        advantages=pad(map(advantages, responses)),
+        advantages=pad(
+            torch.ones_like(response.rollout_log_probs) if response.advantages is None else response.advantages
+            for response in responses
+        ),
     )

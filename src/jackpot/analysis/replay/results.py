@@ -52,7 +52,9 @@ class CorrectionResult:
     weight_p99: float
     weight_max: float
     effective: float  # effective share of the sampled tokens, (E F)^2 / E F^2, with F the factor on a token's gradient
-    sampled_tv_after_correction: float  # total variation after the correction, from sampled tokens
+    # Total variation between the updated policy and the tokens as the correction weights them, estimated from the
+    # sampled tokens; 1 if all tokens get weight 0.
+    sampled_tv_after_correction: float
     states: int  # tokens whose whole distributions are known; the next six numbers are exact sums over these tokens
     exact_effective: float | None = None  # `exact_numbers` defines these six numbers
     tv_after_correction: float | None = None
@@ -81,6 +83,8 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
     sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
 
+    variation, trained = Mean.named(sums, "variation").total, Mean.named(sums, "trained").total
+
     # Quantiles are rounded, as a histogram's bins near 0 are millionths wide, and a weight of 0 is counted as e^-40.
     p1, p50, p99 = (round(ratio_quantile(sums, "log_weight", share), 5) for share in QUANTILES)
     # The names of these sums are those of bands after `rejected`, as `correction_sums` writes them.
@@ -100,7 +104,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         weight_max=float(sums["weight_max"].value),
         # F is the factor on a token's gradient; from its sums over n tokens, (E F)^2 / E F^2 = (sum F)^2 / (n sum F^2).
         effective=float(factor.total.square() / (Mean.named(sums, "square").total * factor.count)),
-        sampled_tv_after_correction=replayed.sampled_tv_after_correction,
+        sampled_tv_after_correction=float(variation / trained) if trained != 0 else 1.0,
         states=known_states(sums),
         **exact_numbers(sums),
         rejected_by_band={name: float(mean.value) for name, mean in rejected.items() if mean.count > 0},

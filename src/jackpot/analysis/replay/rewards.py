@@ -12,7 +12,7 @@ from jackpot.analysis.replay.formats import jackpot as ours
 from jackpot.core.errors import DataError
 from jackpot.core.types import DecodedResponse, Prompt
 from jackpot.models.load import load_tokenizers
-from jackpot.rollout.rewards.rewards import overlong_penalty
+from jackpot.rollout.sampler import shaped_score
 from jackpot.rollout.tasks.base import decoded_response
 from jackpot.rollout.tasks.registry import make_task
 from jackpot.training.run_folder.saved_rollouts import open_rollout_file, read_columns
@@ -48,7 +48,6 @@ def score_again(path: Path) -> list[RewardAgain]:
         raise DataError(f"{path} has no rollouts of Jackpot, whose settings say how to score them; leave out --rewards")
     config = ours.config_of(path)
     tokenizer = load_tokenizers(config.model_paths())
-    overlong = config.objective.overlong_buffer
 
     rewards: list[RewardAgain] = []
     with closing(make_task(config.task, tokenizer)) as task:
@@ -56,11 +55,8 @@ def score_again(path: Path) -> list[RewardAgain]:
             rows = read_columns(open_rollout_file(file), _COLUMNS).to_pylist()
             responses = [_response(row, tokenizer, task.turn_end_token_ids) for row in rows]
             for row, score in zip(rows, task.scores(responses), strict=True):
-                reward = score.reward
-                if overlong:
-                    length, limit = len(row["token_ids"]), config.sampling.max_new_tokens
-                    reward += overlong_penalty(length, limit, buffer=overlong.len, penalty=overlong.penalty_factor)
-                rewards.append(RewardAgain(uid=row["uid"], saved=row["reward"], now=reward))
+                shaped = shaped_score(config, len(row["token_ids"]), score)
+                rewards.append(RewardAgain(uid=row["uid"], saved=row["reward"], now=shaped.reward))
     return rewards
 
 

@@ -67,9 +67,10 @@ class PolicyScorer:
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[list[int], SavedResponse]]) -> list[SavedResponse]:
         """Score the responses of some pairs (token ids of the prompt, response) in one forward pass."""
-        prompts = [prompt for prompt, _ in pairs]
         tokens = [response.token_ids.tolist() for _, response in pairs]
-        hidden, _, mask = forward_responses(self._model, prompts, tokens)  # the mask is False on padding
+        hidden, _, mask = forward_responses(
+            self._model, [prompt for prompt, _ in pairs], tokens
+        )  # the mask is False on padding
 
         # The ids to score at each token, [tokens, 1 + K], where shorter lists are padded to the longest list.
         lists = [_ids_to_score(response) for _, response in pairs]
@@ -81,19 +82,18 @@ class PolicyScorer:
         chunks = exact_log_probs(self._model, self.temperature, hidden[mask], ids)
         log_probs = torch.cat([log_probs.gather(1, chunk_ids) for log_probs, chunk_ids in chunks]).cpu()
         by_response = log_probs.split([len(response_tokens) for response_tokens in tokens])
-        return [_with_scores(response, scores) for (_, response), scores in zip(pairs, by_response, strict=True)]
 
-
-def _with_scores(response: SavedResponse, log_probs: Tensor) -> SavedResponse:
-    """Put a model's log-probs [T, 1 + K] into a response; columns beyond the K of the response's lists are padding."""
-    top_ids = response.rollout_top_ids
-    return replace(
-        response,
-        old_log_probs=log_probs[:, 0],
-        log_probs=log_probs[:, 0],
-        policy_top_ids=top_ids,
-        policy_top_log_probs=None if top_ids is None else log_probs[:, 1 : 1 + top_ids.shape[1]],
-    )
+        # Columns beyond the ids that a response has are padding.
+        return [
+            replace(
+                response,
+                old_log_probs=scores[:, 0],
+                log_probs=scores[:, 0],
+                policy_top_ids=response.rollout_top_ids,
+                policy_top_log_probs=None if response.rollout_top_ids is None else scores[:, 1 : own_ids.shape[1]],
+            )
+            for (_, response), own_ids, scores in zip(pairs, lists, by_response, strict=True)
+        ]
 
 
 def _ids_to_score(response: SavedResponse) -> Tensor:

@@ -16,9 +16,11 @@ WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_
 # Surrogates with one ratio for a whole response: as soon as it is not 1, a token's factor depends on other tokens.
 WHOLE_SURROGATE = ("gspo", "gmpo")
 OBRS_PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
-_VARIANTS = {  # settings that are replayed in addition to the defaults
+_TO_NEW = {"target": "new", "proximal": "new"}  # for stale rollouts: the newest policy is the target
+# Settings that are replayed in addition to the defaults, those for stale rollouts last: with `new`, PPO's ratio is 1.
+_VARIANTS = {
     "none": ({"proximal": "rollout"},),
-    "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}),
+    "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}, {"proximal": "new"}, {"proximal": "new", "cap": 10.0}),
     "icepop": ({"high": 2.0}, {"high": 10.0}),
     "drop": ({"cap": 10.0},),
     "seq_tis": ({"cap": 5.0},),
@@ -26,12 +28,13 @@ _VARIANTS = {  # settings that are replayed in addition to the defaults
     "prefix": ({"low": 1.0, "high": 1.0},),
     "f_tis": ({"max_kl": 2.0},),
     "dppo": ({"divergence": "topk"},),
-    "obrs": ({"mask": "expected"}, {"mask": "expected", "c1": 10.0}),
-}
-_TO_NEW = {"target": "new", "proximal": "new"}
-_VARIANTS_TO_NEW = {  # more settings, for stale rollouts: the correction targets the newest policy, so PPO's ratio is 1
-    "tis": ({"proximal": "new"}, {"proximal": "new", "cap": 10.0}),
-    "obrs": (_TO_NEW, {**_TO_NEW, "mask": "expected"}, {**_TO_NEW, "mask": "expected", "c1": 10.0}),
+    "obrs": (
+        {"mask": "expected"},
+        {"mask": "expected", "c1": 10.0},
+        _TO_NEW,
+        {**_TO_NEW, "mask": "expected"},
+        {**_TO_NEW, "mask": "expected", "c1": 10.0},
+    ),
 }
 
 
@@ -75,7 +78,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
     settings = [
         _setting(name, changes, config, is_own=False)
         for name in CORRECTIONS
-        for changes in ({}, *_VARIANTS.get(name, ()), *_VARIANTS_TO_NEW.get(name, ()))
+        for changes in ({}, *_VARIANTS.get(name, ()))
     ]
 
     if config:  # the run's correction, without the settings that only say how Z is estimated

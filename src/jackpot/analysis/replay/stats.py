@@ -156,6 +156,9 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
     old_ratio = torch.where(mask, batch.old - batch.rollout, 0.0).exp()
     accepted = acceptance(batch.rollout, batch.new, lam=1.0)  # 1 less its mean is the total variation
 
+    # At tokens without known distributions the mean ratio is all that can be checked.
+    sampled_only = mask if states is None else mask & ~states.at
+
     # Of the three total variations, the first is that between rollout model and updated policy, the second that between
     # rollout model and old policy, and the third that between the two policies. The two maxima are of differences of
     # log-probs: of either policy from the rollout model, and of the two policies.
@@ -169,11 +172,6 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
         "responses": Sum.of(sampled),
         "length": Mean.of(mask.sum(-1), sampled),
         "no_advantage": Mean.of(batch.advantages == 0, mask),
-    }
-
-    # At tokens without known distributions the mean ratio is all that can be checked.
-    sampled_only = mask if states is None else mask & ~states.at
-    sums |= {
         "sampled_only_ratio": Mean.of(ratio, sampled_only),
         "sampled_only_log_ratio": Histogram.of(log_ratio, sampled_only),
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from jackpot.analysis.advice.costs import relative_costs
+from jackpot.analysis.advice.rule import Costs
 from jackpot.analysis.replay.replay_sums import ReplaySums
 from jackpot.analysis.replay.responses import SavedResponse, response_of
 from jackpot.analysis.replay.settings import settings_of
@@ -31,7 +31,7 @@ from jackpot.launch.engines import make_engine
 from jackpot.models.device import pick_device
 from jackpot.models.forward import cut_head
 from jackpot.models.load import head_rows, load_model, load_tokenizers
-from jackpot.models.packing import pack, rollout_lengths
+from jackpot.models.packing import FORWARD_TOKENS, pack, rollout_lengths
 from jackpot.models.scoring import exact_log_probs, forward_rollouts
 from jackpot.objectives.metrics import mismatch
 from jackpot.rollout.engines.base import Engine
@@ -41,7 +41,6 @@ from jackpot.rollout.tasks.base import PromptStream, Split, Task
 MOST_STATES = 4_096  # sampled tokens at which whole distributions are compared
 PROMPTS = 256  # held-out prompts that each rollout model answers by default
 LOW_ACCEPTANCE = 0.5  # acceptance Z of OBRS below which the models are far apart in a state
-FORWARD_TOKENS = 8_192  # tokens of one forward pass, padding included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +150,7 @@ class PairBench:
         sums = ReplaySums(settings_of(self._config, ()))
         sums.add(saved_responses(chosen, columns, rollout_model))
         weights = f"{rollout_model} on held-out prompts, scored by {self._policy}"
-        answer = sums.advice(weights, relative_costs(loaded_policy, loaded_rollout_model))
+        answer = sums.advice(weights, Costs.of(loaded_policy, loaded_rollout_model))
 
         return Candidate(
             name=rollout_model,

@@ -13,6 +13,7 @@ from jackpot.ui.terminal.progress import status
 
 with lazy():
     from jackpot.analysis.evaluate import sample as sampling
+    from jackpot.core import types
 
 
 def sample(
@@ -26,19 +27,19 @@ def sample(
     """
     console = Console()
     with status(console, "loading the models"):
-        answers_by_prompt = sampling.sample_answers(run, problems, seed)
+        prompts, answers = sampling.sample_answers(run, problems, seed)
 
-    for prompt, answers in answers_by_prompt:
+    for index, prompt in enumerate(prompts):
         rows = [
-            (
-                answer.role.replace("_", " "),
-                "after" if answer.after else "before",
-                answer.response,
-                f"reward {answer.reward:.4g}" if answer.correct is None else "right" if answer.correct else "wrong",
-            )
-            for answer in answers
+            (role.replace("_", " "), when, of_model.responses[index], _verdict(of_model.scores[index]))
+            for (role, when), of_model in answers.items()
         ]
         title = f"{prompt.text} (answer: {prompt.answers})"
         show_table(console, title, ("model", "training", "response", "verdict"), rows)
 
     show_next(console, {f"jackpot eval {quote(str(run))} --benchmarks own": "accuracy of its best policy"})
+
+
+def _verdict(score: "types.Score") -> str:
+    """Return whether a response is right or, where the task has no verdict, its reward."""
+    return f"reward {score.reward:.4g}" if score.correct is None else "right" if score.correct else "wrong"

@@ -133,7 +133,6 @@ def _costs(comparison: Comparison, accuracy: float) -> Table:
     """Return a table of each arm's cost until its policy reaches an accuracy or mean reward."""
     goal = measured(accuracy, comparison.measure)
     is_accuracy = comparison.measure == "accuracy"
-    costs = {row.arm: row.cost for row in comparison.rows if row.cost}
 
     return Table(
         title=f"Cost until {goal} of the policy's answers are right"
@@ -142,11 +141,12 @@ def _costs(comparison: Comparison, accuracy: float) -> Table:
         columns=("arm", "reached", "rollout FLOPs", "all FLOPs", "CPU seconds", "seconds"),
         rows=tuple(
             (
-                arm,
+                row.arm,
                 f"{cost.reached} of {cost.of}",
                 *map(amount, (cost.flops, cost.all_flops, cost.cpu_seconds, cost.seconds)),
             )
-            for arm, cost in costs.items()
+            for row in comparison.rows
+            if (cost := row.cost)
         ),
         note="Medians over all seeds, on a line between evaluations; - if half of them or more never reach it. All "
         "FLOPs are those of rollouts and of training both models.",
@@ -183,10 +183,6 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     guides = () if goal is None else (Guide(text=measured(goal, comparison.measure), y=goal),)
     y_label = f"{'accuracy' if comparison.measure == 'accuracy' else 'mean reward'} ({comparison.sampling})"
 
-    def policy(point: EvaluationPoint) -> float | None:
-        """Return the policy's accuracy or mean reward in an evaluation, the y value in charts of the policy."""
-        return point.policy_accuracy
-
     # Each with the chart's title, the label of its y axis, and what it reads from an evaluation.
     quantities: tuple[tuple[str, str, _Quantity], ...] = (
         ("Rollout model", y_label, lambda point: point.rollout_model_accuracy),
@@ -195,7 +191,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
     )
     return (
         *(
-            _chart("Policy", y_label, policy, runs, cost=cost, label=label, guides=guides)
+            _chart("Policy", y_label, lambda point: point.policy_accuracy, runs, cost=cost, label=label, guides=guides)
             for cost, label in _COST_AXES.items()
         ),
         *(

@@ -44,8 +44,7 @@ def corrections(result: ReplayResult) -> Section:
     """Return the section with all tables of the corrections."""
     # Each distinct result, with the names of its corrections; `_OWN_MARK` follows the name of the run's own.
     rows = _rows([correction_result(correction) for correction in result.corrections])
-    mark = _OWN_MARK.strip()
-    legend = f" {mark} is what the run trains with." if any(_OWN_MARK in names for names, _ in rows) else ""
+    legend = f"{_OWN_MARK} is what the run trains with." if any(_OWN_MARK in names for names, _ in rows) else ""
     details = [
         _table(
             "On the sampled tokens",
@@ -109,11 +108,18 @@ def facts(result: ReplayResult) -> Table:
         ("ESS of whole responses, by their ratio", f"{value('mismatch/sequence_ess'):.1%}"),
     ]
     if "z" in metrics:  # Z is the expected acceptance, from whole distributions
-        rows.append(("tokens with both distributions known", f"{float(Mean.named(metrics, 'z').count / tokens):.1%}"))
-        rows.append(("mean Z at lam = 1 there", f"{value('z'):.4f}"))
+        known = float(Mean.named(metrics, "z").count / tokens)
+        rows += [
+            ("tokens with both distributions known", f"{known:.1%}"),
+            ("mean Z at lam = 1 there", f"{value('z'):.4f}"),
+        ]
 
-    title = f"{result.path}: {result.format}, {result.files} files"
-    return Table(title=title, columns=("", ""), rows=tuple(rows), is_detail=True)
+    return Table(
+        title=f"{result.path}: {result.format}, {result.files} files",
+        columns=("", ""),
+        rows=tuple(rows),
+        is_detail=True,
+    )
 
 
 def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Table:
@@ -160,8 +166,8 @@ def _rows(results: Sequence[CorrectionResult]) -> list[_Row]:
 
     rows = []
     for group in groups.values():
-        names = [result.label + (_OWN_MARK if result.is_own else "") for result in group]
-        names.sort(key=lambda name: not name.endswith(_OWN_MARK))  # the run's own correction first
+        own_first = sorted(group, key=lambda result: not result.is_own)
+        names = [result.label + (_OWN_MARK if result.is_own else "") for result in own_first]
         further = len(names) - _NAMES_IN_ROW
         rows.append((", ".join(names[:_NAMES_IN_ROW]) + (f", {further} more" if further > 0 else ""), group[0]))
     return rows

@@ -18,8 +18,11 @@ _REWARDS: tuple[_Row, ...] = (
     ("mean reward of its responses", lambda candidate: format_number(candidate.reward, ".3f")),
     ("mean reward of the policy's", lambda candidate: format_number(candidate.policy_reward, ".3f")),
 )
+_SIZE: _Row = (
+    "parameters, of the policy's",
+    lambda candidate: f"{candidate.parameters / candidate.policy_parameters:.0%}",
+)
 _ROWS: tuple[_Row, ...] = (
-    ("parameters, of the policy's", lambda candidate: f"{candidate.parameters / candidate.policy_parameters:.0%}"),
     (
         "KL(rollout model || policy), nats per token",
         lambda candidate: format_number(candidate.kl_rollout_policy, ".4f"),
@@ -52,8 +55,7 @@ def candidate_sections(candidates: Sequence[Candidate]) -> dict[str, Section]:
     has_verdict = first.accuracy is not None  # else the task has rewards, but no right answers
 
     # The models' sizes stand first, then their accuracies or rewards, then all other rows.
-    size, *rows = _ROWS
-    rows = [size, *(_ACCURACIES if has_verdict else _REWARDS), *rows]
+    rows = (_SIZE, *(_ACCURACIES if has_verdict else _REWARDS), *_ROWS)
     numbers = Table(
         title="Rollout models before training",
         columns=("mean over response tokens", *(candidate.name for candidate in candidates)),
@@ -69,8 +71,11 @@ def candidate_sections(candidates: Sequence[Candidate]) -> dict[str, Section]:
         note="The rule of docs/replay.md.",
     )
 
-    generation = [table for candidate in candidates for table in generation_tables(candidate.answer, candidate.name)]
-    details = [replace(table, is_detail=True) for table in generation]
+    details = [
+        replace(table, is_detail=True)
+        for candidate in candidates
+        for table in generation_tables(candidate.answer, candidate.name)
+    ]
     states = ", ".join(f"{candidate.states:,}" for candidate in candidates)
     good = "enough right answers" if has_verdict else "high rewards"
 

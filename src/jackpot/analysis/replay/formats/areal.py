@@ -4,8 +4,6 @@ AReaL writes `task_id, sample_idx, seqlen, prompt_len, head_version, tail_versio
 (`_dump_trajectory`, read at 4aef98d). Token ids and log-probs are missing, so AReaL's executor needs added lines.
 """
 
-from pathlib import Path
-
 from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.columns import Columns
 from jackpot.analysis.replay.formats.records import json_lines, matching
@@ -16,14 +14,10 @@ _dump_trajectory, before await f.write(json.dumps(record) + ...):
 and give --model: the policy's log-probs are scored (at --temperature), as AReaL computes them later."""
 
 
-def files(path: Path) -> list[Path]:
-    """Find the files of training tasks at a path, in their order; those of evaluations are left out."""
-    return [file for file in matching(path, "*.jsonl") if "eval-rollout" not in file.parts]
-
-
 FORMAT = DumpFormat(
     name="areal",
-    files=files,
+    # Of training tasks; those of evaluations are left out.
+    files=lambda path: [file for file in matching(path, "*.jsonl") if "eval-rollout" not in file.parts],
     records=json_lines,
     marks=(frozenset({"task_id", "sample_idx", "tail_version"}),),
     needed=("input_ids", "loss_mask", "logprobs"),

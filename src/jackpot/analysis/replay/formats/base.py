@@ -16,8 +16,6 @@ from jackpot.analysis.replay.responses import DamagedRecord, SavedResponse, resp
 from jackpot.core.errors import DataError, first_line
 from jackpot.core.foreign import check_foreign
 
-RecordReader = Callable[[Path, Warn], Iterator[tuple[int, Any]]]  # yields (index, record) of a file
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpWriter:
@@ -35,7 +33,7 @@ class DumpFormat:
 
     name: str
     files: Callable[[Path], list[Path]]  # function that finds the files of this format at a path, in order
-    records: RecordReader  # function that yields the records of a file
+    records: Callable[[Path, Warn], Iterator[tuple[int, Any]]]  # function that yields (index, record) of a file
     marks: tuple[frozenset[str], ...]  # a file with all columns of one of these sets has the format; (): every file
     needed: tuple[str, ...]  # columns without which no correction can be replayed
     how: str  # instructions for logging the columns that are missing

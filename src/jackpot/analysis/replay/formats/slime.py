@@ -18,11 +18,6 @@ and advantages. --save-debug-rollout-data has only the engine's: give --model, a
 --temperature)."""
 
 
-def files(path: Path) -> list[Path]:
-    """Find the dumps of training or rollouts at a path, in their order; those of evaluations are left out."""
-    return [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")]
-
-
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, Any]]:
     """Yield (index, record) of every sample in a file, and warn of a file without a list of samples."""
     content = torch_file(path, warn)
@@ -35,7 +30,8 @@ def records(path: Path, warn: Warn) -> Iterator[tuple[int, Any]]:
 
 FORMAT = DumpFormat(
     name="slime",
-    files=files,
+    # Dumps of training or rollouts; those of evaluations are left out.
+    files=lambda path: [file for file in matching(path, "*.pt") if not file.stem.startswith("eval_")],
     records=records,
     marks=(frozenset({"tokens"}),),
     needed=("tokens", "rollout_log_probs"),
