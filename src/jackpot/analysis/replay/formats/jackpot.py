@@ -4,15 +4,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
+
 from jackpot.analysis.replay.formats.base import DumpFormat
 from jackpot.analysis.replay.formats.jsonl import COLUMNS
 from jackpot.analysis.replay.formats.records import DumpRecord, Warn, parquet_rows
 from jackpot.analysis.replay.responses import NEEDED
 from jackpot.config.arms import build_config
 from jackpot.config.config import Config
-from jackpot.core.foreign import parse_json
+from jackpot.core.foreign import check_foreign, parse_json
 from jackpot.training.run_folder.folder import run_config
-from jackpot.training.run_folder.saved_rollouts import UnreadableRollouts, open_rollout_file, read_columns
+from jackpot.training.run_folder.saved_rollouts import UnreadableRollouts, open_rollout_file
 
 HOW = "A run saves rollouts every rollouts.every iterations and keeps rollouts.keep of them."
 _NAMES = "iteration-*.parquet"
@@ -37,8 +39,10 @@ def config_of(path: Path) -> Config:
     if (path / "config.yaml").is_file():
         return run_config(path)
 
-    file = open_rollout_file(files(path)[0])  # raises if the file is damaged or of another schema version
-    return build_config(parse_json(read_columns(file, []).schema.metadata[b"config"]))
+    file = files(path)[0]
+    open_rollout_file(file)  # raises if the file is damaged or of another schema version
+    # `check_foreign` returns the file's path, or raises for a file that is no regular one.
+    return build_config(parse_json(pq.read_schema(check_foreign(file)).metadata[b"config"]))
 
 
 def records(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
