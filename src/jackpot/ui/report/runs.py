@@ -45,31 +45,14 @@ class Arm:
     runs: tuple[Run, ...]
 
 
-def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the run folders among `paths` and, at any depth, inside those paths that are no run folders; each once.
+def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Find runs among `paths` and, at any depth, inside those paths that are no run folders.
+
+    Returns:
+        The folders of runs, and those of `jackpot eval`, as absolute paths, each once.
 
     Raises:
         DataError: a path contains neither a run nor an evaluation, or there are evaluations only.
-    """
-    folders = _folders(paths)
-    if runs := [folder for folder in folders if not is_evaluation(folder)]:
-        return runs
-    raise DataError(
-        f"there is no run, only folders of `jackpot eval`, whose results are in summary.json: "
-        f"{', '.join(map(str, folders))}; give the folder that train printed"
-    )
-
-
-def find_evaluations(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of `jackpot eval` among `paths` and inside those paths that are no run folders."""
-    return list(filter(is_evaluation, _folders(paths)))
-
-
-def _folders(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs and evaluations among `paths` and below them, as absolute paths, each once.
-
-    Raises:
-        DataError: a path contains neither a run nor an evaluation.
     """
     folders: list[Path] = []
     for path in paths:
@@ -80,7 +63,15 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
                 f"or a folder that contains several of them"
             )
         folders += [Path(os.path.abspath(folder)) for folder in inside]
-    return list(dict.fromkeys(folders))
+
+    evaluations = [folder for folder in dict.fromkeys(folders) if is_evaluation(folder)]
+    runs = [folder for folder in dict.fromkeys(folders) if folder not in evaluations]
+    if not runs:
+        raise DataError(
+            f"there is no run, only folders of `jackpot eval`, whose results are in summary.json: "
+            f"{', '.join(map(str, evaluations))}; give the folder that train printed"
+        )
+    return runs, evaluations
 
 
 def _has_config(folder: Path) -> bool:
@@ -103,20 +94,16 @@ def _below(folder: Path) -> Iterator[Path]:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read the settings, metrics and events of runs; a run that has just begun has no lines of metrics."""
     base = common_folder(folders)
-
-    runs = []
-    for folder in folders:
-        files = RunFolder(folder)
-        runs.append(
-            Run(
-                name=str(folder.relative_to(base)),
-                folder=folder,
-                config=run_config(folder),
-                lines=files.read("metrics.jsonl"),
-                events=files.read("events.jsonl"),
-            )
+    return [
+        Run(
+            name=str(folder.relative_to(base)),
+            folder=folder,
+            config=run_config(folder),
+            lines=RunFolder(folder).read("metrics.jsonl"),
+            events=RunFolder(folder).read("events.jsonl"),
         )
-    return runs
+        for folder in folders
+    ]
 
 
 def common_folder(folders: Sequence[Path]) -> Path:
@@ -153,14 +140,13 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
 
 def _common_name(group: Sequence[Run]) -> str:
     """Return the name of an arm's first run without the seed; if nothing is left, the name of the parent folder."""
-    names = list(dict.fromkeys(_SEED.sub("", run.name).strip("-_./") for run in group))
-    return names[0] or group[0].folder.parent.name or "run"
+    return _SEED.sub("", group[0].name).strip("-_./") or group[0].folder.parent.name or "run"
 
 
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
     """Return a distinct name for each arm: that of its folders; arms that share it also get settings that differ."""
-    folder_names = [_common_name(group) for group in groups]
-    names = list(folder_names)
+    folder_names = list(map(_common_name, groups))
+    names = folder_names.copy()
     for name in dict.fromkeys(folder_names):
         indices = [index for index, folder_name in enumerate(folder_names) if folder_name == name]
         if len(indices) > 1:  # these arms share a name: add up to three settings in which they differ
