@@ -107,8 +107,11 @@ def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
         ConfigError: some settings are not supported by our engines.
     """
     # Settings that our engines lack; None where the value changes nothing, such as a min_p of 0.
-    unknown = {"min_p": args.min_p or None, "generation_kwargs": args.generation_kwargs or None}
-    unknown["repetition_penalty"] = None if args.repetition_penalty == 1.0 else args.repetition_penalty
+    unknown = {
+        "min_p": args.min_p or None,
+        "generation_kwargs": args.generation_kwargs or None,
+        "repetition_penalty": None if args.repetition_penalty == 1.0 else args.repetition_penalty,
+    }
     if named := ", ".join(f"{key} is {value!r}" for key, value in unknown.items() if value is not None):
         raise ConfigError(f"{named}: our engines do not have them; leave them out, or sample with vLLM")
     return Sampling(
