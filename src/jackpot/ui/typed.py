@@ -144,8 +144,8 @@ class Commands(TyperGroup):
 def register(
     app: typer.Typer,
     module: ModuleType,
-    name: str | None = None,
-    on_ranks: bool = False,
+    name: str | None,
+    on_ranks: bool,
 ) -> None:
     """Make the function that has the name of its module a command, whose help text is the function's docstring.
 

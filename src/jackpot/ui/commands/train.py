@@ -247,8 +247,14 @@ def _listener(console: Console, config: "run_settings.Config") -> Iterator[Calla
 
             # An evaluation also prints a line that stays, with the scores of both models alone: the names in
             # `_REWARD_FACTS`, which accuracies have, too.
-            done, is_due = line["iteration"], measure is not None
-            counts.update("iteration", done, config.iterations, facts, is_due=is_due, lasting=_REWARD_FACTS)
+            counts.update(
+                "iteration",
+                line["iteration"],
+                config.iterations,
+                facts,
+                is_due=measure is not None,
+                lasting=_REWARD_FACTS,
+            )
 
         yield listen
 

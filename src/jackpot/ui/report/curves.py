@@ -165,7 +165,7 @@ class _ChartMaker:
                 yield self._chart(base, self._series(base), [base])
             if signs := {family[sign]: label for sign, label in _SIGNS.items() if sign in family}:
                 yield self._together(f"{base} by the sign of the advantage", signs)
-            if bands := sorted(family.keys() - _SIGNS.keys() - {""}, key=_start):
+            if bands := sorted(family.keys() - _SIGNS.keys() - {""}, key=lambda band: int(band.split("-")[0])):
                 yield from self._by_position(base, {band: family[band] for band in bands})
             self.drawn |= set(family.values())
 
@@ -252,11 +252,6 @@ def _as_series(line: MeanLine, name: str, color_index: int) -> Series:
         color_index=color_index,
         style="both" if len(line.numbers) < 2 else "line",
     )
-
-
-def _start(band: str) -> int:
-    """Return the first position of a band such as 4-15 or 512-up."""
-    return int(band.split("-")[0])
 
 
 def _newest(line: MeanLine) -> float:

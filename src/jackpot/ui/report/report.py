@@ -16,8 +16,6 @@ from jackpot.ui.report.metric_layout import HEADLINE
 from jackpot.ui.report.runs import arms_of, common_folder, find_runs, read_runs
 from jackpot.ui.report.summary import diagnoses, summary_section
 
-NAME = "report.html"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
@@ -41,7 +39,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
         DataError: no run was found, or none has written a metric.
     """
     folders, evaluations = find_runs(paths)
-    path = out or (folders[0] if len(folders) == 1 else common_folder(folders)) / NAME
+    path = out or (folders[0] if len(folders) == 1 else common_folder(folders)) / "report.html"
     runs = read_runs(folders)
     begun = [run for run in runs if run.lines]
     if not begun:

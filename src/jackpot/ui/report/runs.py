@@ -18,7 +18,6 @@ from jackpot.training.run_folder.folder import RunFolder, is_evaluation, run_con
 
 _NOT_OF_THE_ARM = ("seed", "threads", "description")  # settings in which the runs of an arm may differ
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+")
-_MISSING = "(none)"  # text for a setting that a run does not have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,10 +128,15 @@ def settings(config: Config) -> dict[str, Any]:
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that differ between groups of runs: by key, the value in each group as text."""
-    settings_of = [settings(group[0].config) for group in groups]  # the first run's, which its group shares
+    # Of the first run, with which its group shares them: the value of each setting, as text.
+    settings_of = [
+        {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings(run.config).items()}
+        for run, *_ in groups
+    ]
+
     differing_settings = {}
     for key in dict.fromkeys(key for group_settings in settings_of for key in group_settings):
-        values = [_text(group_settings[key]) if key in group_settings else _MISSING for group_settings in settings_of]
+        values = [group_settings.get(key, "(none)") for group_settings in settings_of]
         if len(set(values)) > 1:
             differing_settings[key] = values
     return differing_settings
@@ -155,8 +159,3 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
                 names[index] = f"{name} ({', '.join(f'{key}={values[place]}' for key, values in settings_by_key)})"
     # Names that are still equal get a number.
     return [name if names.index(name) == index else f"{name} #{index + 1}" for index, name in enumerate(names)]
-
-
-def _text(value: Any) -> str:
-    """Return the value of a setting as text."""
-    return value if isinstance(value, str) else json.dumps(value)
