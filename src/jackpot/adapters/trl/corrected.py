@@ -119,8 +119,7 @@ class Correcting(_AnyTRLTrainer):
 
         A number is hashed from TRL's seed, the name of the batch, the process, and the token's row and column.
         """
-        name, _ = self._names.next(self)
-        name = name.removeprefix("train/")
+        name = self._names.next(self)[0].removeprefix("train/")
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])  # 0 is the epoch
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)

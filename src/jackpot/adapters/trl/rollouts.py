@@ -163,5 +163,6 @@ def make_engine(
     # Only token ids that TRL's model has can be sampled.
     cut_head(model, output_layer(plain_model(trainer.accelerator.unwrap_model(trainer.model))).out_features)
     ends = {*eos_token_ids(model), tokenizer.eos_token_id}  # pyright: ignore[reportUnhashable] (an id, and no list)
-    version = Version(policy=0, rollout_model=0)
-    return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=version, drafter=drafter)
+    return TransformersEngine(
+        model, settings, eos_token_ids=sorted(ends), version=Version(policy=0, rollout_model=0), drafter=drafter
+    )
