@@ -105,11 +105,11 @@ def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
 
 def test_every_command_has_a_help_text_and_every_option_one(tmp_path: Path) -> None:
     listed = text_of("--help", cwd=tmp_path)
-    assert sorted(command.__name__ for command in cli.COMMANDS) == COMMANDS
+    assert sorted(command.__name__.rpartition(".")[2] for command in cli.COMMANDS) == COMMANDS
     for name in COMMANDS:
         typed = "eval" if name == "evaluate" else name
         assert typed in listed
-        for parameter in inspect.signature(getattr(cli, name)).parameters.values():
+        for parameter in inspect.signature(getattr(getattr(cli, name), name)).parameters.values():
             assert parameter.annotation.__metadata__[0].help, f"{name} {parameter.name}"
 
 

@@ -12,20 +12,22 @@ from rich.console import Console
 
 from jackpot.core.errors import JackpotError
 from jackpot.core.package import version
-from jackpot.ui.commands.compare import compare
-from jackpot.ui.commands.config import config
-from jackpot.ui.commands.diagnose import diagnose
-from jackpot.ui.commands.evaluate import evaluate
-from jackpot.ui.commands.export import export
-from jackpot.ui.commands.launch import launch
-from jackpot.ui.commands.mismatch import mismatch
-from jackpot.ui.commands.recipes import recipes
-from jackpot.ui.commands.replay import replay
-from jackpot.ui.commands.report import report
-from jackpot.ui.commands.sample import sample
-from jackpot.ui.commands.simulate import simulate
-from jackpot.ui.commands.starter import starter
-from jackpot.ui.commands.train import train
+from jackpot.ui.commands import (
+    compare,
+    config,
+    diagnose,
+    evaluate,
+    export,
+    launch,
+    mismatch,
+    recipes,
+    replay,
+    report,
+    sample,
+    simulate,
+    starter,
+    train,
+)
 from jackpot.ui.terminal.output import PrintableFormatter, plain
 from jackpot.ui.typed import Commands, register
 

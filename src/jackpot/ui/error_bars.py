@@ -105,9 +105,12 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
         """Return the values of a column at `indices`, the points that the thinned line keeps."""
         return [column[index] for index in indices]
 
-    low = line.low and thinned(line.low)
-    high = line.high and thinned(line.high)
-    return MeanLine(x=[line.x[index] for index in indices], y=thinned(line.y), low=low, high=high)
+    return MeanLine(
+        x=[line.x[index] for index in indices],
+        y=thinned(line.y),
+        low=line.low and thinned(line.low),
+        high=line.high and thinned(line.high),
+    )
 
 
 def rounded(value: Number) -> Number:

@@ -28,7 +28,8 @@ _Columns = dict[tuple[float | None, ...], int]  # each distinct column of number
 class InspectorData:
     """The data of the page's token inspector."""
 
-    index: Mapping[str, Any]  # the runs, their saved iterations, and the counts of responses and tokens
+    # What the page reads before it unpacks a pack: the runs, their saved iterations, counts of responses and tokens.
+    index: Mapping[str, Any]
     packs: Mapping[str, str]  # by name: the columns of one iteration or the texts of one run, as `packed` returns them
     left_out: Table  # runs with saved iterations for which the page has no room; no rows if there is none
 

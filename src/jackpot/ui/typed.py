@@ -1,10 +1,10 @@
 """Turns functions into commands of `jackpot`, and explains mistyped commands, options and settings."""
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import typer
@@ -138,17 +138,19 @@ class Commands(TyperGroup):
 
 def register(
     app: typer.Typer,
-    function: Callable[..., None],
-    name: str | None = None,
-    on_ranks: bool = False,
+    module: ModuleType,
+    name: str | None,
+    on_ranks: bool,
 ) -> None:
-    """Make a function of `jackpot.ui.commands` a command, whose help text is the function's docstring.
+    """Make the function that has the name of its module a command, whose help text is the function's docstring.
 
     Args:
-        name: name of the command; None takes the function's name.
+        name: name of the command; None takes the module's name.
         on_ranks: whether several processes that torchrun started may run the command together.
     """
-    name = name or function.__name__
+    own_name = module.__name__.rpartition(".")[2]
+    function: Callable[..., None] = getattr(module, own_name)
+    name = name or own_name
 
     @functools.wraps(function)
     def call(**options: Any) -> None:
@@ -157,7 +159,7 @@ def register(
 
         _check(name, options)  # a mistake is reported before torch is imported
         with status(Console(stderr=True), f"loading jackpot {name}"):  # importing torch alone takes seconds
-            load(sys.modules[function.__module__])
+            load(module)
         function(**options)
 
     paragraphs = (function.__doc__ or "").split("\n\n")

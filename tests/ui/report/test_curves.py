@@ -25,7 +25,7 @@ def lines(*values: Any, metric: str = "a/b") -> list[dict[str, Any]]:
 
 
 def arms(folder: Path) -> list[Arm]:
-    return arms_of(read_runs(find_runs([folder])))
+    return arms_of(read_runs(find_runs([folder])[0]))
 
 
 def charts(sections: list[Section]) -> dict[str, Chart]:

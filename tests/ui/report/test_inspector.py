@@ -32,7 +32,7 @@ def unpacked(text: str) -> Any:
 
 
 def of(folder: Path) -> list[tuple[Run, list[RolloutFile]]]:
-    return [(run, list_rollout_files(run.folder)[0]) for run in read_runs(find_runs([folder]))]
+    return [(run, list_rollout_files(run.folder)[0]) for run in read_runs(find_runs([folder])[0])]
 
 
 @pytest.fixture

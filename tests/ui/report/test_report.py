@@ -49,7 +49,7 @@ def test_runs_at_any_depth_are_found_but_none_inside_a_run(tmp_path: Path) -> No
     for name in ("top/checkpoints/copy", ".hidden/run", "compare-a/none-seed1/other"):
         run_folder(tmp_path / "runs" / name, LINES)
     (tmp_path / "runs" / "compare-a" / "circle").symlink_to(tmp_path / "runs")
-    runs = read_runs(find_runs([tmp_path / "runs"]))
+    runs = read_runs(find_runs([tmp_path / "runs"])[0])
     assert [run.name for run in runs] == ["compare-a/none-seed1", "compare-b/deep/none-seed1", "top"]
     assert write_report([tmp_path / "runs"]).runs == 3
 

@@ -96,15 +96,6 @@ class _Lists(NamedTuple):
         return ids, pad_sequence([blank, *log_probs], batch_first=True)[1:]
 
 
-def _concatenated(scores: Sequence[OldLogProbs]) -> OldLogProbs:
-    """Join the scores of several batches, [B, T] each, into those of one batch with all their sequences in order."""
-    return OldLogProbs(
-        old_log_probs=torch.cat([score.old_log_probs for score in scores]),
-        rollout_model_old_log_probs=torch.cat([score.rollout_model_old_log_probs for score in scores]),
-        z=ZEstimate(*map(torch.cat, zip(*(score.z for score in scores), strict=True))),
-    )
-
-
 _AnyTRLTrainer: Any = object  # to a type checker, a class with the attributes of any trainer of TRL
 
 
@@ -128,8 +119,7 @@ class Correcting(_AnyTRLTrainer):
 
         A number is hashed from TRL's seed, the name of the batch, the process, and the token's row and column.
         """
-        name, _ = self._names.next(self)
-        name = name.removeprefix("train/")
+        name = self._names.next(self)[0].removeprefix("train/")
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])  # 0 is the epoch
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
@@ -209,10 +199,7 @@ class Correcting(_AnyTRLTrainer):
 
 def _first_entries(rows: Sequence[Sequence[Any]], k: int) -> list[list[Any]]:
     """Return the first k ids, or log-probs, at each token of a completion; NaN stands for a missing log-prob."""
-    first = []
-    for entries in rows:
-        first.append([math.nan if entry is None else entry for entry in entries[:k]])
-    return first
+    return [[math.nan if entry is None else entry for entry in entries[:k]] for entries in rows]
 
 
 class CorrectedGRPOTrainer(Correcting, TRLTrainer):
@@ -251,8 +238,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         **kwargs: Any,
     ) -> None:
         """Set TRL's trainer up with the correction, and have vLLM return top-k lists where they are read."""
-        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments  # all by name
-        del arguments["self"]
+        arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all by name
         self._choose(correction)
         refuse(arguments, self._correction_name, self._objective)
 
@@ -367,8 +353,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
                 rollout_model_old_log_probs=batch["jackpot_old"],  # any numbers: no correction reads these
                 z=ZEstimate(*batch["jackpot_old_z"].unbind(-1)),
             )
-            correction_inputs, overlap = self._measured(batch, old=old, now=self._read(batch, needs_z))
-            measured.append((batch, correction_inputs, overlap))
+            measured.append((batch, *self._measured(batch, old=old, now=self._read(batch, needs_z))))
         self._correct(measured)
         return inputs
 
@@ -445,9 +430,13 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
         splits = zip(*(tensor.split(rows) for tensor in tensors.values()), strict=True)
         with without_dropout(model), self.accelerator.autocast():
-            return _concatenated(
-                [self._read_rows(model, dict(zip(tensors, split, strict=True)), with_z) for split in splits]
-            )
+            scores = [self._read_rows(model, dict(zip(tensors, split, strict=True)), with_z) for split in splits]
+
+        return OldLogProbs(
+            old_log_probs=torch.cat([score.old_log_probs for score in scores]),
+            rollout_model_old_log_probs=torch.cat([score.rollout_model_old_log_probs for score in scores]),
+            z=ZEstimate(*map(torch.cat, zip(*(score.z for score in scores), strict=True))),
+        )
 
     def _read_rows(self, model: PreTrainedModel, batch: Batch, with_z: bool) -> OldLogProbs:
         """Score the tokens of some sequences of a batch with the policy, `model`; Z is 1 unless `with_z`."""

@@ -105,14 +105,14 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         **kwargs: Any,
     ) -> None:
         """Set the corrected trainer up with `Writers` as its rollout function, and load the rollout model."""
-        arguments = signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments  # all by name
-        del arguments["self"]
+        arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all by name
         engines: dict[Role, Engine | Mapping[str, Any] | None] = {"rollout_model": engine, "policy": policy_engine}
         refuse_with_two_models(arguments)
         self._config, self._settings = _run_settings(arguments, rollout_model, engines, correction, num_top_log_probs)
 
-        of_user: dict[Role, Engine] = {role: engine for role, engine in engines.items() if isinstance(engine, Engine)}
-        self._writers = Writers(self._config, of_user)
+        self._writers = Writers(
+            self._config, {role: engine for role, engine in engines.items() if isinstance(engine, Engine)}
+        )
         self._rollout_optimizer: JointOptimizer | None = None
         self._step_sums: list[Sums] = []  # metrics of the micro-batches of the optimizer step in progress
         # The newest micro-batch with the policy's hidden states on it, [B, T, H].

@@ -107,8 +107,11 @@ def sampling_of(args: Any, num_top_log_probs: int) -> Sampling:
         ConfigError: some settings are not supported by our engines.
     """
     # Settings that our engines lack; None where the value changes nothing, such as a min_p of 0.
-    unknown = {"min_p": args.min_p or None, "generation_kwargs": args.generation_kwargs or None}
-    unknown["repetition_penalty"] = None if args.repetition_penalty == 1.0 else args.repetition_penalty
+    unknown = {
+        "min_p": args.min_p or None,
+        "generation_kwargs": args.generation_kwargs or None,
+        "repetition_penalty": None if args.repetition_penalty == 1.0 else args.repetition_penalty,
+    }
     if named := ", ".join(f"{key} is {value!r}" for key, value in unknown.items() if value is not None):
         raise ConfigError(f"{named}: our engines do not have them; leave them out, or sample with vLLM")
     return Sampling(
@@ -160,5 +163,6 @@ def make_engine(
     # Only token ids that TRL's model has can be sampled.
     cut_head(model, output_layer(plain_model(trainer.accelerator.unwrap_model(trainer.model))).out_features)
     ends = {*eos_token_ids(model), tokenizer.eos_token_id}  # pyright: ignore[reportUnhashable] (an id, and no list)
-    version = Version(policy=0, rollout_model=0)
-    return TransformersEngine(model, settings, eos_token_ids=sorted(ends), version=version, drafter=drafter)
+    return TransformersEngine(
+        model, settings, eos_token_ids=sorted(ends), version=Version(policy=0, rollout_model=0), drafter=drafter
+    )

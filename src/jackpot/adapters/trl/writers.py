@@ -6,7 +6,7 @@ with those of the weights sent. What an engine reports is checked as in `jackpot
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class TwoModelTrainer(TRLTrainer):
 
 
 class TwoModels:
-    """The two models of TRL's trainer, with the methods of a learner that engines and `EngineCheck` call (`Scorer`)."""
+    """The two models of TRL's trainer, with the methods of a learner that `EngineCheck` calls (`Scorer`)."""
 
     def __init__(self, trainer: TwoModelTrainer) -> None:
         """Keep the trainer, whose models are looked up at each call."""
@@ -66,10 +66,6 @@ class TwoModels:
         """Return the transformers model of a role, which holds the layers of peft where TRL trains an adapter."""
         trainer = self._trainer
         return trainer.rollout_model if role == "rollout_model" else plain_model(_unwrapped(trainer))
-
-    def weights(self, role: Role, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of a model by name, with the weights of its adapter merged in."""
-        return merged_weights(self[role], dtype)
 
     def keep_weights(self, role: Role) -> None:
         """Raise NotImplementedError: with TRL nothing is generated ahead, so no weights need to be kept."""
@@ -204,7 +200,7 @@ class Writers:
             refuse_unmerged(_unwrapped(trainer))
         if engine.capabilities.sleeps and trainer.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()  # an engine that wakes needs the memory that torch keeps cached
-        send_weights(engine, TwoModels(trainer).weights(role, engine.capabilities.dtype), version)
+        send_weights(engine, merged_weights(TwoModels(trainer)[role], engine.capabilities.dtype), version)
         self._held_steps[role] = steps
 
     def _engine(self, role: Role, trainer: TwoModelTrainer) -> Engine:

@@ -104,6 +104,8 @@ def _show(console: Console, result: "results.ReplayResult", show_all: bool) -> N
     if result.answer.correction:
         values = dict(result.answer.settings)
         settings = [f"objective.correction={values.pop('name')}"]
-        for key, value in values.items():
-            settings.append(f"objective.correction.{key}={value if isinstance(value, str) else json.dumps(value)}")
+        settings += [
+            f"objective.correction.{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in values.items()
+        ]
         show_next(console, {f"jackpot train RECIPE {' '.join(settings)}": "train with it"})

@@ -64,9 +64,9 @@ def simulate(
     numbers = {"seed": seed, "candidates": list(map(asdict, measured))}
     files = results.write_results(folder, "simulate", title, sections, numbers)
 
-    several = len(measured) > 1
     verdicts = [
-        (f"{candidate.name}\n" if several else "") + labelled(candidate.answer["lines"]) for candidate in measured
+        (f"{candidate.name}\n" if len(measured) > 1 else "") + labelled(candidate.answer["lines"])
+        for candidate in measured
     ]
     typed = [recipe, *(["--arm", arm] if arm else []), *(overrides or [])]
     commands = {f"jackpot train {' '.join(map(quote, typed))}": "train; rollout_model.path=... for another model"}

@@ -237,17 +237,24 @@ def _listener(console: Console, config: "run_settings.Config") -> Iterator[Calla
             """Show the iteration, the metrics and the seconds of a line of metrics.jsonl."""
             measure = run_files.measure_of(line)
             metrics = _FACTS | (_REWARD_FACTS if measure == "reward" else {}) | {"KL": (config.kl_metric, "{:.4f}")}
-            facts = {}
-            for name, (metric, form) in metrics.items():
-                if line.get(metric) is not None:
-                    facts[name] = form.format(line[metric])
+            facts = {
+                name: form.format(line[metric])
+                for name, (metric, form) in metrics.items()
+                if line.get(metric) is not None
+            }
             if seconds := numbers.iteration_seconds(line):
                 facts["s/iteration"] = f"{seconds:.2g}"
 
             # An evaluation also prints a line that stays, with the scores of both models alone: the names in
             # `_REWARD_FACTS`, which accuracies have, too.
-            done, is_due = line["iteration"], measure is not None
-            counts.update("iteration", done, config.iterations, facts, is_due=is_due, lasting=_REWARD_FACTS)
+            counts.update(
+                "iteration",
+                line["iteration"],
+                config.iterations,
+                facts,
+                is_due=measure is not None,
+                lasting=_REWARD_FACTS,
+            )
 
         yield listen
 
@@ -300,9 +307,9 @@ def _evaluated_metrics(
         is_accuracy: whether the task has a verdict; else the two models have mean rewards.
     """
     measure: run_files.Measure = "accuracy" if is_accuracy else "reward"
-    roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
-    metrics: dict[str, tuple[str, run_files.Measure]]
-    metrics = {role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in roles}
+    metrics: dict[str, tuple[str, run_files.Measure]] = {
+        role.replace("_", " "): (f"eval/{role}_{measure}", measure) for role in config.model_paths()
+    }
 
     # A row says its unit where this is not the unit of the table's title.
     for name in map(registry.set_name, config.evaluation.benchmark_names):

@@ -52,12 +52,14 @@ class _ChartMaker:
         """Compute the line of every metric for every arm; no chart is made yet."""
         self._arms = arms
         self._color_indices = arm_color_indices(arm.name for arm in arms)
-        self._kl_metrics = {run.config.kl_metric for arm in arms for run in arm.runs}
+        self._runs = [run for arm in arms for run in arm.runs]
+        self._kl_metrics = {run.config.kl_metric for run in self._runs}
 
-        runs = [run for arm in arms for run in arm.runs]
-        metrics = {metric for run in runs for line in run.lines for metric in line} - _NOT_METRICS
+        metrics = {metric for run in self._runs for line in run.lines for metric in line} - _NOT_METRICS
         # By metric, one line for each arm.
-        self._lines = {metric: [_arm_line(arm, metric) for arm in arms] for metric in sorted(metrics)}
+        self._lines = {
+            metric: [mean_line([run.lines for run in arm.runs], metric) for arm in arms] for metric in sorted(metrics)
+        }
         self._metrics = [metric for metric, lines in self._lines.items() if any(line.numbers for line in lines)]
         self.empty = sorted(metrics - set(self._metrics))  # metrics that have no number in any run
         self.drawn: set[str] = set()  # metrics that have a chart
@@ -78,8 +80,9 @@ class _ChartMaker:
         All values of all runs are judged, also those that a thinned line leaves out. A limit counts as broken if a
         value is beyond it and the settings of the value's run do not explain that.
         """
-        runs = [run for arm in self._arms for run in arm.runs]
-        values = [(run.config, value) for run in runs for line in run.lines if (value := line.get(metric)) is not None]
+        values = [
+            (run.config, value) for run in self._runs for line in run.lines if (value := line.get(metric)) is not None
+        ]
 
         guides, sentences = [], []
         # Only rules about the metric itself, not those about its ratio to another metric.
@@ -162,7 +165,7 @@ class _ChartMaker:
                 yield self._chart(base, self._series(base), [base])
             if signs := {family[sign]: label for sign, label in _SIGNS.items() if sign in family}:
                 yield self._together(f"{base} by the sign of the advantage", signs)
-            if bands := sorted(family.keys() - _SIGNS.keys() - {""}, key=_start):
+            if bands := sorted(family.keys() - _SIGNS.keys() - {""}, key=lambda band: int(band.split("-")[0])):
                 yield from self._by_position(base, {band: family[band] for band in bands})
             self.drawn |= set(family.values())
 
@@ -234,11 +237,6 @@ class _ChartMaker:
         )
 
 
-def _arm_line(arm: Arm, metric: str) -> MeanLine:
-    """Return the line of a metric over the runs of an arm."""
-    return mean_line([run.lines for run in arm.runs], metric)
-
-
 def _as_series(line: MeanLine, name: str, color_index: int) -> Series:
     """Convert a line to a chart's series, with fewer points and digits, so that the page stays small.
 
@@ -254,11 +252,6 @@ def _as_series(line: MeanLine, name: str, color_index: int) -> Series:
         color_index=color_index,
         style="both" if len(line.numbers) < 2 else "line",
     )
-
-
-def _start(band: str) -> int:
-    """Return the first position of a band such as 4-15 or 512-up."""
-    return int(band.split("-")[0])
 
 
 def _newest(line: MeanLine) -> float:

@@ -75,10 +75,12 @@ def inspector_data(
             packing.packs[f"words-{index}"] = packed(texts_of(words, run.folder, run.config))
             carried[index] = {"name": run.name, "words": f"words-{index}", "iterations": iterations}
 
-    # What the page reads before it unpacks any pack.
-    contents = {"top": TOP, "max_tokens": max_tokens, "runs": [carried[index] for index in sorted(carried)]}
-    left_out = _left_out(runs, carried, packing)
-    return InspectorData(index=contents, packs=packing.packs, left_out=left_out), sorted(packing.unreadable.values())
+    data = InspectorData(
+        index={"top": TOP, "max_tokens": max_tokens, "runs": [carried[index] for index in sorted(carried)]},
+        packs=packing.packs,
+        left_out=_left_out(runs, carried, packing),
+    )
+    return data, sorted(packing.unreadable.values())
 
 
 class _Packing:

@@ -13,10 +13,8 @@ from jackpot.ui.html import write_page
 from jackpot.ui.report.curves import metric_sections
 from jackpot.ui.report.inspector import MAX_TOKENS, inspector_data
 from jackpot.ui.report.metric_layout import HEADLINE
-from jackpot.ui.report.runs import arms_of, common_folder, find_evaluations, find_runs, read_runs
+from jackpot.ui.report.runs import arms_of, common_folder, find_runs, read_runs
 from jackpot.ui.report.summary import diagnoses, summary_section
-
-NAME = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +38,8 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     Raises:
         DataError: no run was found, or none has written a metric.
     """
-    folders = find_runs(paths)
-    path = out or (folders[0] if len(folders) == 1 else common_folder(folders)) / NAME
+    folders, evaluations = find_runs(paths)
+    path = out or (folders[0] if len(folders) == 1 else common_folder(folders)) / "report.html"
     runs = read_runs(folders)
     begun = [run for run in runs if run.lines]
     if not begun:
@@ -53,7 +51,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None, max_tokens: int
     arms = arms_of(begun)
     unreadable = [
         f"{folder} is left out: it is of `jackpot eval` and no run; its results are in summary.json"
-        for folder in find_evaluations(paths)
+        for folder in evaluations
     ]
 
     saved_by_run = []

@@ -18,7 +18,6 @@ from jackpot.training.run_folder.folder import RunFolder, is_evaluation, run_con
 
 _NOT_OF_THE_ARM = ("seed", "threads", "description")  # settings in which the runs of an arm may differ
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+")
-_MISSING = "(none)"  # text for a setting that a run does not have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,31 +44,14 @@ class Arm:
     runs: tuple[Run, ...]
 
 
-def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the run folders among `paths` and, at any depth, inside those paths that are no run folders; each once.
+def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Find runs among `paths` and, at any depth, inside those paths that are no run folders.
+
+    Returns:
+        The folders of runs, and those of `jackpot eval`, as absolute paths, each once.
 
     Raises:
         DataError: a path contains neither a run nor an evaluation, or there are evaluations only.
-    """
-    folders = _folders(paths)
-    if runs := [folder for folder in folders if not is_evaluation(folder)]:
-        return runs
-    raise DataError(
-        f"there is no run, only folders of `jackpot eval`, whose results are in summary.json: "
-        f"{', '.join(map(str, folders))}; give the folder that train printed"
-    )
-
-
-def find_evaluations(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of `jackpot eval` among `paths` and inside those paths that are no run folders."""
-    return list(filter(is_evaluation, _folders(paths)))
-
-
-def _folders(paths: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs and evaluations among `paths` and below them, as absolute paths, each once.
-
-    Raises:
-        DataError: a path contains neither a run nor an evaluation.
     """
     folders: list[Path] = []
     for path in paths:
@@ -80,7 +62,15 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
                 f"or a folder that contains several of them"
             )
         folders += [Path(os.path.abspath(folder)) for folder in inside]
-    return list(dict.fromkeys(folders))
+
+    evaluations = [folder for folder in dict.fromkeys(folders) if is_evaluation(folder)]
+    runs = [folder for folder in dict.fromkeys(folders) if folder not in evaluations]
+    if not runs:
+        raise DataError(
+            f"there is no run, only folders of `jackpot eval`, whose results are in summary.json: "
+            f"{', '.join(map(str, evaluations))}; give the folder that train printed"
+        )
+    return runs, evaluations
 
 
 def _has_config(folder: Path) -> bool:
@@ -103,20 +93,16 @@ def _below(folder: Path) -> Iterator[Path]:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read the settings, metrics and events of runs; a run that has just begun has no lines of metrics."""
     base = common_folder(folders)
-
-    runs = []
-    for folder in folders:
-        files = RunFolder(folder)
-        runs.append(
-            Run(
-                name=str(folder.relative_to(base)),
-                folder=folder,
-                config=run_config(folder),
-                lines=files.read("metrics.jsonl"),
-                events=files.read("events.jsonl"),
-            )
+    return [
+        Run(
+            name=str(folder.relative_to(base)),
+            folder=folder,
+            config=run_config(folder),
+            lines=RunFolder(folder).read("metrics.jsonl"),
+            events=RunFolder(folder).read("events.jsonl"),
         )
-    return runs
+        for folder in folders
+    ]
 
 
 def common_folder(folders: Sequence[Path]) -> Path:
@@ -142,10 +128,15 @@ def settings(config: Config) -> dict[str, Any]:
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that differ between groups of runs: by key, the value in each group as text."""
-    settings_of = [settings(group[0].config) for group in groups]  # the first run's, which its group shares
+    # Of the first run, with which its group shares them: the value of each setting, as text.
+    settings_of = [
+        {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings(run.config).items()}
+        for run, *_ in groups
+    ]
+
     differing_settings = {}
     for key in dict.fromkeys(key for group_settings in settings_of for key in group_settings):
-        values = [_text(group_settings[key]) if key in group_settings else _MISSING for group_settings in settings_of]
+        values = [group_settings.get(key, "(none)") for group_settings in settings_of]
         if len(set(values)) > 1:
             differing_settings[key] = values
     return differing_settings
@@ -153,14 +144,13 @@ def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
 
 def _common_name(group: Sequence[Run]) -> str:
     """Return the name of an arm's first run without the seed; if nothing is left, the name of the parent folder."""
-    names = list(dict.fromkeys(_SEED.sub("", run.name).strip("-_./") for run in group))
-    return names[0] or group[0].folder.parent.name or "run"
+    return _SEED.sub("", group[0].name).strip("-_./") or group[0].folder.parent.name or "run"
 
 
 def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
     """Return a distinct name for each arm: that of its folders; arms that share it also get settings that differ."""
-    folder_names = [_common_name(group) for group in groups]
-    names = list(folder_names)
+    folder_names = list(map(_common_name, groups))
+    names = folder_names.copy()
     for name in dict.fromkeys(folder_names):
         indices = [index for index, folder_name in enumerate(folder_names) if folder_name == name]
         if len(indices) > 1:  # these arms share a name: add up to three settings in which they differ
@@ -169,8 +159,3 @@ def _names(groups: Sequence[Sequence[Run]]) -> list[str]:
                 names[index] = f"{name} ({', '.join(f'{key}={values[place]}' for key, values in settings_by_key)})"
     # Names that are still equal get a number.
     return [name if names.index(name) == index else f"{name} #{index + 1}" for index, name in enumerate(names)]
-
-
-def _text(value: Any) -> str:
-    """Return the value of a setting as text."""
-    return value if isinstance(value, str) else json.dumps(value)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from jackpot.analysis.diagnose.diagnose import Diagnosis, Finding, diagnose
+from jackpot.analysis.diagnose.diagnose import Diagnosis, diagnose
 from jackpot.analysis.diagnose.saved import read_saved
 from jackpot.training.run_folder.folder import measure_of
 from jackpot.ui.charts import Section, Table
@@ -11,7 +11,6 @@ from jackpot.ui.error_bars import FEW_SEEDS, MOST_POINTS, describe_error_bars
 from jackpot.ui.numbers import evaluated
 from jackpot.ui.report.runs import Arm, Run, differing
 
-_NOTHING = "-"
 _RESULTS = (  # columns of the table of runs
     *("run", "arm", "seed", "iterations", "policy before", "policy after"),
     *("rollout model before", "rollout model after", "verdict"),
@@ -116,39 +115,37 @@ def _results(runs: Sequence[tuple[Arm, Run]], run_diagnoses: Sequence[Diagnosis]
 def _before_after(run: Run, role: str) -> tuple[str, str]:
     """Format a model's accuracy or mean reward at a run's first and newest evaluation."""
     values = [text for line in run.lines if (text := evaluated(line, role))]
-    return (values[0], values[-1]) if values else (_NOTHING, _NOTHING)
+    return (values[0], values[-1]) if values else ("-", "-")
 
 
 def _findings(run_diagnoses: Sequence[tuple[Run, Diagnosis]]) -> Table:
     """Return a table of all findings of `diagnose` about the runs."""
-    rows = [(run.name, *_finding_cells(finding)) for run, diagnosis in run_diagnoses for finding in diagnosis.findings]
     return Table(
         title="Findings, causes before their symptoms",
         columns=("run", "metric", "since iteration", "then", "now", "limit", "explanation", "suggestion"),
-        rows=tuple(rows),
-    )
-
-
-def _finding_cells(finding: Finding) -> tuple[str, ...]:
-    """Format a finding as the cells of its row in the table of findings, all but the name of the run."""
-    return (
-        finding.metric,
-        str(finding.since),
-        f"{finding.then:.3g}",
-        f"{finding.now:.3g}",
-        f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}",
-        finding.explanation,
-        finding.suggestion,
+        rows=tuple(
+            (
+                run.name,
+                finding.metric,
+                str(finding.since),
+                f"{finding.then:.3g}",
+                f"{finding.now:.3g}",
+                f"{'at most' if finding.side == 'above' else 'at least'} {finding.limit:.3g}",
+                finding.explanation,
+                finding.suggestion,
+            )
+            for run, diagnosis in run_diagnoses
+            for finding in diagnosis.findings
+        ),
     )
 
 
 def _settings(arms: Sequence[Arm]) -> Table:
     """Return a table of the settings that differ between arms, a column for each arm."""
-    rows = differing([arm.runs for arm in arms])
     return Table(
         title="Settings that differ",
         columns=("setting", *(arm.name for arm in arms)),
-        rows=tuple((key, *values) for key, values in rows.items()),
+        rows=tuple((key, *values) for key, values in differing([arm.runs for arm in arms]).items()),
     )
 
 

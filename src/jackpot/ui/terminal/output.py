@@ -125,8 +125,8 @@ def show_tables(console: Console, sections: Iterable["charts.Section"], show_all
 def show_table(
     console: Console,
     title: str,
-    columns: Iterable[str],
-    rows: Iterable[Sequence[str]],
+    columns: Sequence[str],
+    rows: Collection[Sequence[str]],
     numbers: Collection[str] = (),
     box: Box = HEAVY_HEAD,
     show_header: bool = True,
@@ -142,11 +142,9 @@ def show_table(
     """
     if title:
         print_line(console, title)  # a title of the table itself would be cut into lines of the table's width
-    rows = [tuple(row) for row in rows]
-    heads = tuple(columns)
     needed: list[int] = []  # width of each column below which it cannot be read
     widths: list[int] = []  # width of each column without line breaks
-    for index, head in enumerate(heads):
+    for index, head in enumerate(columns):
         cells = [row[index] for row in rows]
         needed.append(_needed_width(head, cells, head in numbers))
         widths.append(max(map(cell_len, [head, *cells])))
@@ -156,7 +154,7 @@ def show_table(
         # Whether the table fits the console without line breaks in its cells.
         fits = _table_width(widths[index] for index in indices) <= console.width
         for index in indices:
-            head = heads[index]
+            head = columns[index]
             is_number = head in numbers
             if is_number and not fits:
                 head = textwrap.fill(head, needed[index], break_long_words=False)
