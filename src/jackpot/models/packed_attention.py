@@ -25,7 +25,7 @@ from jackpot.models.packed_flex import Flex, block_mask, flex_kernel
 
 # Value of `config._attn_implementation`. transformers has no mask function under this name, and so makes no mask.
 PACKED = "jackpot_packed"
-SHORT = 64  # most keys of a block for which plain products are faster on a CPU than torch's fused kernel
+SHORT = 64  # largest number of keys in a block at which plain products beat torch's fused kernel on a CPU
 # Options of a forward pass that do not change what attention computes.
 _HARMLESS = {"position_ids", "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 

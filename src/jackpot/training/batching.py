@@ -244,7 +244,10 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
 
 
 def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
-    """Mark the tokens that were sampled by weights of `version`, those of each token's own model: [B, T] bool."""
+    """Mark the tokens that were sampled by weights of `version`, [B, T] bool.
+
+    `version` has a number for each model; a token's is compared with that of the model that sampled it.
+    """
     by_rollout_model = batch.versions[..., 1] == version.rollout_model
     if batch.by_policy is None:
         return by_rollout_model

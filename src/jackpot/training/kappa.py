@@ -189,7 +189,7 @@ class KappaRepair:
         max_length: int,
         pads: bool,
     ) -> None:
-        """Keep what a repair needs: the policy's loss, its trained parameters, and its forward pass (`log_probs`)."""
+        """Keep what it takes to correct a gradient once the step's kappa is known: loss, parameters, forward pass."""
         self._objective = objective
         self._parameters = list(parameters)
         self._log_probs = log_probs
@@ -197,9 +197,10 @@ class KappaRepair:
         self._pads = pads
 
     def apply(self, passes: Sequence[PolicyPass], totals: Sums) -> tuple[list[PolicyPass], Sums]:
-        """Turn the policy's gradient, which is summed over all passes, into that with the weights that `totals` gives.
+        """Correct the policy's gradient, summed over passes with provisional weights, to that with the final weights.
 
-        The parameters' `grad` is scaled in place; where that leaves too large an error, sequences are read again.
+        The final weights have the kappa that `totals` gives. The parameters' `grad` is scaled in place; if its error is
+        still too large, the forward and backward passes of some sequences are run again.
 
         Args:
             passes: the backward passes of this step.

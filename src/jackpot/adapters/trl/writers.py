@@ -101,10 +101,12 @@ class Writers:
         """Keep the user's engines; no other engine is made yet."""
         self._config = config
         self._engines = dict(engines)
-        self._may_draft = config.draft is not None or len(engines) == 2  # two engines of the user's: one may draft
+        self._may_draft = (
+            config.draft is not None or len(engines) == 2
+        )  # two of the user's: one may draft for the other
         self._held_steps: dict[Role, int] = {}  # optimizer steps that the weights in each engine have taken
         self._checks: dict[Role, EngineCheck] = {}  # each is made at its first use (`_check`)
-        self._names = BatchNames()
+        self._names = BatchNames()  # of generation batches; the uids of their rollouts begin with them
         self.iteration = 0  # number of the newest generation batch for training, from 1
         self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
 

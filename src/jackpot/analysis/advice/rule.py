@@ -466,7 +466,10 @@ def _too_far_lines(best: JudgedCorrection) -> dict[str, str]:
 
 
 def _known_text(chosen: JudgedCorrection) -> str:
-    """Return text, to append to a sentence, on tokens without known distributions; "" for fewer than 1 %."""
+    """Return text on how total variation was found where not all distributions are known; "" from 99 % of them on.
+
+    It follows the sentence that ends in the total variation before the correction.
+    """
     if chosen.known >= 0.99:
         return ""
 

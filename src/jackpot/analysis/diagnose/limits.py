@@ -89,11 +89,12 @@ class MetricHistory:
         ]
 
     def largest_gap(self, metric: str, model: Writer, engine: EngineConfig) -> float:
-        """Return the largest mean |p_engine - p_training| that the guard allowed a model's engine at the newest start.
+        """Return the largest mean |p_engine - p_training| that the guard allowed when it last checked a model's engine.
 
-        If the guard checked neither that engine nor one with the same settings, return the gap that the dtypes of
-        engine and training allow on a GPU. Return that gap too in evaluations of a run with inexact drafts (`draft.lam`
-        below 1), since the guard's limit is for inexact drafts, and evaluations use exact ones.
+        The guard checks engines when a run starts or continues. If the guard checked neither that engine nor one with
+        the same settings, return the gap that the dtypes of engine and training allow on a GPU. Return that gap too in
+        evaluations of a run with inexact drafts (`draft.lam` below 1), since the guard's limit is for inexact drafts,
+        and evaluations use exact ones.
 
         Args:
             metric: name of the gap metric.
@@ -105,12 +106,12 @@ class MetricHistory:
         if draft and draft.lam < 1.0 and metric == "eval/policy_engine_gap":
             return gap_of_dtypes
 
-        # The newest check of the model's engine counts; if there is none and all engines have the same settings, the
-        # newest check of any engine; without any check the last resort, `gap_of_dtypes`.
         checks = [event for event in self._events if "allowed" in event]
         checks_of_model = [event for event in checks if event.get("model", model) == model]
+        # Without settings of its own, the engine of evaluations has those of the other, whose checks then count too.
         checks_of_equals = checks if self.config.evaluation.engine is None else []
-        return [gap_of_dtypes, *(event["allowed"] for event in checks_of_model or checks_of_equals)][-1]
+        relevant = checks_of_model or checks_of_equals
+        return relevant[-1]["allowed"] if relevant else gap_of_dtypes
 
     def computed_differently(self) -> str:
         """Return a sentence, to follow another, about the layers that engine and training compute differently.

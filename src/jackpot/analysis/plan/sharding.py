@@ -233,7 +233,8 @@ def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
 def _engine_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
     """Return the bytes that an engine on `spread` GPUs always holds on each of them; 0 if it is remote.
 
-    They are weights and, for vLLM, the cache.
+    For vLLM, which divides its weights among its GPUs, they are weights, cache and overhead, or the share of the GPU
+    that it reserves for all of them. An engine of transformers stands whole on each GPU, and holds weights alone.
     """
     settings = engine.settings
     if not isinstance(settings, VLLMEngineConfig):

@@ -293,7 +293,10 @@ def _write_models(config: Config, models: ReplacedModels, answers: list[str], fo
 
 
 def _sources(config: Config, folder: Path) -> dict[Path, DataConfig]:
-    """Return file -> source for all data that the run reads, where the file holds the few problems that replace it."""
+    """Return the sources of all data that the run reads, each by the path of the small file that is to replace it.
+
+    The files, with a few problems each, are in `folder`; they are not written here.
+    """
     # In a benchmark that is a file, columns have the names that they have in the task's test problems.
     file_settings = sets_of(config.task)
     sources = {

@@ -106,9 +106,10 @@ class TileReader(Protocol):
         """Write the loss's gradient with respect to each head's products W h in a tile to `TileGradient.out`.
 
         Args:
-            logsumexps: [C] each, over the whole vocabulary.
-            gradients: coefficients and memory of each head; None for a head without gradient.
-            columns: [C] the sampled ids, counted from the tile's first token; they may lie outside of the tile.
+            tiles: of each head, its products for C positions and a slice of the vocabulary.
+            logsumexps: [C] of each head, over the whole vocabulary.
+            gradients: of each head, the coefficients of its gradient and the memory for it; None without gradient.
+            columns: [C] the sampled ids, counted from the first id of the slice; they may lie outside of it.
         """
 
 

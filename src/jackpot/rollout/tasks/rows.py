@@ -451,7 +451,8 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
     def choose(answer: str, is_integer: bool) -> str:
         """Return the reference, such as `(A) 142`, for the option that an answer names.
 
-        `names` are the labels of the options, `options` their texts, and `plain` the texts without letters before them.
+        `names` are the labels of the options, `options` their texts, and `plain` the texts without a letter of their
+        own, such as `A) `. With `is_integer` the data gives the answer as a number, not as text.
         """
         # An answer is read as a label, else as an option's text, else as a letter with punctuation, such as `(b)`, else
         # as an index from 0. Where the data has no labels, an integer is an index and never the text of an option.

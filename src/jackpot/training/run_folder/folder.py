@@ -200,11 +200,12 @@ class RunFolder:
             )
 
     def _check_checkpoints(self, before: Config, finished: int) -> None:
-        """Refuse a run with finished iterations and no checkpoint, unless no checkpoint was ever written.
+        """Refuse a run whose checkpoints are gone; it is called where none was found.
 
-        No checkpoint was written if a kill came before the first one was due, or if every attempt failed. A failed
-        checkpoint is tried again an iteration later, so in the second case every iteration from the first due one on
-        counts a failure. A folder of checkpoints that is missing was removed by someone, since `start` makes it.
+        A run may have none because none was ever written. No checkpoint was written if a kill came before the first one
+        was due, or if every attempt failed. A failed checkpoint is tried again an iteration later, so in the second
+        case every iteration from the first due one on counts a failure. A folder of checkpoints that is missing was
+        removed by someone, since `start` makes it.
 
         Raises:
             CheckpointError: checkpoints were written and are gone.

@@ -193,7 +193,7 @@ def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
     shard = row.shard
     memory = "?" if shard.training is None else f"{shard.peak / GB:.0f}/{shard.limit / GB:.0f}"
     if row.hours is None or row.alone is None:
-        return [memory, "-", *[""] * (len(_COLUMNS) - 3)]  # only GPUs, memory and hours have a text
+        return [memory, "-", *[""] * (len(_COLUMNS) - 3)]  # memory and `-`; the other columns are empty
     hours, alone = row.hours, row.alone  # of the run, and of the policy alone
     phases = [_hours(phase) for phase in (hours.all, hours.generation, hours.training, hours.evaluating)]
     # The on-policy hours and the share of them that the run saves.

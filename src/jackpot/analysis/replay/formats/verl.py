@@ -27,7 +27,10 @@ _TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")  # columns with t
 
 
 def record(iteration: int, row: DumpRecord) -> dict[str, Any]:
-    """Return our response as verl's record: verl's own columns and those that HOW adds, without padding."""
+    """Return our response as a record of verl's dump, without padding: verl's columns, and log-probs and advantages.
+
+    The latter are those that verl writes where a user follows HOW.
+    """
     return {
         "input": row["prompt"],
         "output": row["response"],

@@ -219,17 +219,18 @@ class DraftedBatch(DecodingBatch):
             drafts, probs: as returned by `_propose`.
 
         Returns:
-            [N, k + 1, 3 + 2K]: for each column a packed draw (`pack_draw`, 2 + 2K numbers) and then 1 where the draft
-            was accepted, so that the draft is the token of the draw, else 0.
+            [N, k + 1, 3 + 2K], K of the top-k lists: for each column a packed draw (`pack_draw`, 2 + 2K numbers) and
+            then 1 where the draft was accepted, so that the draft is the token of the draw, else 0.
         """
         last = drafts.shape[1] - 1
-        # The policy reads the last token of each row and then its drafts.
+        # The policy reads the last token of each row (`_tail` has the last two) and then its k drafts. The last column
+        # of `drafts` holds none: it stands for the token after them.
         tokens = torch.cat([upload(self._tail[self._rows, 1:], drafts.device), drafts[:, :-1]], dim=1)
         hidden = self._policy(tokens, self._positions(first=0, last=last))
         # [N, k + 1, 2], a uniform that decides on the draft, and one that draws another token
         random = torch.stack([self._uniforms(use, first=0, last=last) for use in (_ACCEPT, _OTHER)], dim=-1)
 
-        size = max(1, _MAX_PROBS // probs.shape[-1])  # columns that are judged at once
+        size = max(1, _MAX_PROBS // probs.shape[-1])  # (row, column) pairs that are judged at once
         pieces = (tensor.flatten(0, 1).split(size) for tensor in (hidden, probs, drafts, random))
         judged = [self._judge(*piece) for piece in zip(*pieces, strict=True)]
         return torch.cat(judged).unflatten(0, drafts.shape)

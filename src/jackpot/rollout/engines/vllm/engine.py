@@ -61,7 +61,8 @@ _CPU_CACHE_BYTES = 2**30  # size of the KV cache on a CPU if `kv_cache_memory_by
 class VLLMEngine(ThreadEngine):
     """An engine that decodes with vLLM in this process; vLLM owns a copy of the model.
 
-    The only event of this engine is `quantized`, where the settings quantize.
+    Of the events that engines report to the run (`take_events`), this engine has only `quantized`, reported where its
+    settings quantize the model.
     """
 
     def __init__(

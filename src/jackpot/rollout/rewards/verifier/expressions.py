@@ -77,9 +77,9 @@ def parse(text: str) -> Basic:
 
 
 def _equal(answer: Any, reference: Any) -> bool:
-    """Compare the values of two parsed expressions, and ask math-verify too unless both are equations.
+    """Tell whether two parsed expressions are equal: both for math-verify and by their values at a few points.
 
-    Sets, inequalities and other objects without a numeric value are compared by math-verify alone.
+    Of two equations only the values count. Sets, inequalities and others without a value are left to math-verify alone.
     """
     pair: tuple[Any, Any] = (answer, reference)
     # Two equations are equal if lhs - rhs of one is a constant multiple of lhs - rhs of the other: the ratio of the two
