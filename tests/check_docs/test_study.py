@@ -237,11 +237,10 @@ def test_a_difference_is_paired_and_has_students_interval(whole: "study.Study") 
     arms.runs["tis"] = {seed: ending(one, last(one) + jump) for (seed, one), jump in zip(base, jumps, strict=True)}
     found = arms.difference("tis", "none")
     half = 2.7764451 * stdev(jumps) / math.sqrt(5)
-    assert found.mean == pytest.approx(mean(jumps)) and study.interval_of(found).high - found.mean == pytest.approx(
-        half
-    )
+    interval = study.interval_of(found)
+    assert found.mean == pytest.approx(mean(jumps)) and interval.high - found.mean == pytest.approx(half)
     assert arms["tis-none"] == f"+3.0 [{100 * (0.03 - half):+.1f}, {100 * (0.03 + half):+.1f}]"
-    assert study.interval_of(found).low == pytest.approx(0.03 - half, abs=1e-6)
+    assert interval.low == pytest.approx(0.03 - half, abs=1e-6)
     assert arms["nobody-none"] == "not run yet"
     assert study.interval_of(Sample((0.3,))) == Interval(0.3, None, None)
 

@@ -167,7 +167,7 @@ def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
     bare = of(tmp_path, noise(0.3), lists=False)
     assert set(CORRECTIONS) - {one.setting.name for one in bare.corrections} == {"obrs", "reweight_only", "z_only"}
     assert any("obrs" in text and "top-k lists" in text for text in bare.left_out)
-    assert "Sampled, not summed" in bare.answer.sentence
+    assert "It is estimated from the sampled tokens" in bare.answer.sentence
 
 
 @pytest.mark.parametrize("size", [0.3, 1.0])

@@ -99,7 +99,7 @@ def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(whole: Path, tmp
             path.unlink()
     before = sorted(tmp_path.rglob("*"))
     _, answers = sample_answers(tmp_path, 1, 0)
-    assert len(answers) == len(right) == 4
+    assert all(len(evaluation.responses) == 1 for evaluation in (*right.values(), *answers.values()))
     assert "step-4" in caplog.text and "taking the checkpoint before it" in caplog.text
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -358,7 +358,8 @@ def judge(
     # If no correction is worth enough, the advice describes the best one.
     advisable = [candidate for candidate in candidates if candidate.advisable]
     best = chosen or max(advisable, key=lambda candidate: candidate.of_tokens.value, default=None)
-    problem = problem or (None if best else "none of the corrections that the rule may recommend could be judged")
+    if best is None and problem is None:
+        problem = "none of the corrections that the rule may recommend could be judged"
 
     settings, generation = {}, ()
     if problem or best is None:
@@ -487,7 +488,7 @@ def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
     any_state = min(generation, key=lambda way: way.flops_any_state.value)
     if any_state.label != cheapest.label:
         share = f"{any_state.flops_any_state.value:.0%}"
-        text += f". If such prefixes counted fully: {_instruction(any_state)}, {share}"
+        text += f". If prefixes that the policy reaches less often counted fully: {_instruction(any_state)}, {share}"
 
     drafts = generation[-1]  # speculative decoding is the last way, as `judge` lists them
     costs = {"weight reads": drafts.weights.value - 1.0, "FLOPs": drafts.flops.value - 1.0}

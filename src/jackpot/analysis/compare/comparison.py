@@ -189,8 +189,11 @@ def spent_on(point: EvaluationPoint, unit: str) -> float:
 
 def _points_at(runs: Sequence[RunSummary], unit: str, budget: float) -> dict[int, EvaluationPoint]:
     """Return the last evaluation of each run within the budget, by the run's seed."""
-    most = budget * (1.0 + _ROUNDING)
-    return {run.seed: [point for point in run.points if spent_on(point, unit) <= most][-1] for run in runs}
+    points = {}
+    for run in runs:
+        within = [point for point in run.points if spent_on(point, unit) <= budget * (1.0 + _ROUNDING)]
+        points[run.seed] = within[-1]
+    return points
 
 
 def _row(

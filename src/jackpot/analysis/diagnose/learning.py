@@ -183,7 +183,7 @@ def unless_rewards_fell(limit: Limit) -> RunLimit:
     def limit_of_run(history: MetricHistory, values: Values) -> float | None:
         """Return the limit that `limit` gives for this run; None if training rewards fell, or are not known."""
         rewards = [value for _, value in history.series(REWARDS)]
-        if not rewards or history.recent(REWARDS) < rewards[0]:
+        if not (rewards and history.recent(REWARDS) >= rewards[0]):  # fell, or the newest is NaN
             return None
         return limit(history, values) if callable(limit) else limit
 

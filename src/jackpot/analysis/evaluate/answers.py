@@ -82,8 +82,8 @@ class AnswerFile:
             self._lines.unlink(missing_ok=True)  # an earlier process was killed after writing the table
         elif self._lines.exists():
             # A killed process may have left a part of a line.
-            whole_lines = sum(len(text) for _, text in _lines(self._lines) if text.endswith(b"\n"))
-            os.truncate(self._lines, whole_lines)
+            whole_size = sum(len(text) for _, text in _lines(self._lines) if text.endswith(b"\n"))
+            os.truncate(self._lines, whole_size)
 
         self._missing = self._offsets() < 0  # [problems, k]; an offset of -1 stands for a missing response
         self._appended = AppendedFile(self._lines)

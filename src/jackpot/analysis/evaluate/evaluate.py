@@ -202,7 +202,8 @@ def _open_benchmark(name: str, task: Task, limit: int | None) -> _Benchmark:
         limit: most problems that are taken; None: all, or the first ENDLESS of a set that is generated without end.
     """
     available = task.size("test")
-    size = (limit or ENDLESS) if available is None else min(limit or available, available)
+    size = limit or available or ENDLESS
+    size = size if available is None else min(size, available)
 
     digest, longest = sha256(), (0, "")
     for index in range(size):
@@ -357,11 +358,8 @@ def _decisive(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_summary(folder: Path, record: Mapping[str, Any]) -> dict[str, EvaluationSummary]:
     """Write summary.json, and return the summaries of all complete sets in the folder, by name."""
-    summaries = {
-        name: summarize(read_outcomes(table))
-        for name in record["data"]
-        if (table := folder / f"{name}.parquet").is_file()
-    }
+    tables = {name: folder / f"{name}.parquet" for name in record["data"]}
+    summaries = {name: summarize(read_outcomes(table)) for name, table in tables.items() if table.is_file()}
 
     content = {
         "schema_version": SCHEMA_VERSION,

@@ -24,8 +24,8 @@ def sample_answers(run: Path, problems: int, seed: int) -> tuple[list[Prompt], d
         seed: seed of the sampling.
 
     Returns:
-        The problems; and the responses of every model, one to each problem, by the model's role and when it was saved:
-        `before` training or `after` it.
+        The problems; and the responses of every model, one to each problem, by the model's role and whether the model
+        is that from `before` training or from `after` it.
 
     Raises:
         CheckpointError: the folder has no run, no checkpoint yet, or only corrupt ones.

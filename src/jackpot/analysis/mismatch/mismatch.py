@@ -100,11 +100,10 @@ def measure_mismatch(config: MismatchConfig, listen: Callable[[str], None]) -> M
             for learner_name, learner in zip(learner_names, config.learners, strict=True):
                 listen(f"{learner_name} scores the responses of {sampler_name}")
                 temperature = learner.temperature or config.sampling.temperature
+                learner_scores = _learner_scores(learner, rollouts, temperature, device, rows)
                 numbers = mismatch_numbers(
-                    (one.uid, token_mismatch(one, other))
-                    for one, other in zip(
-                        scores, _learner_scores(learner, rollouts, temperature, device, rows), strict=True
-                    )
+                    (sampled.uid, token_mismatch(sampled, learned))
+                    for sampled, learned in zip(scores, learner_scores, strict=True)
                 )
 
                 pairs.append(

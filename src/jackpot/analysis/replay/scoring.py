@@ -68,9 +68,8 @@ class PolicyScorer:
     def _score(self, pairs: Sequence[tuple[list[int], SavedResponse]]) -> list[SavedResponse]:
         """Score the responses of some pairs (token ids of the prompt, response) in one forward pass."""
         tokens = [response.token_ids.tolist() for _, response in pairs]
-        hidden, _, mask = forward_responses(
-            self._model, [prompt for prompt, _ in pairs], tokens
-        )  # the mask is False on padding
+        prompts = [prompt for prompt, _ in pairs]
+        hidden, _, mask = forward_responses(self._model, prompts, tokens)  # the mask is False on padding
 
         # The ids to score at each token, [tokens, 1 + K], where shorter lists are padded to the longest list.
         lists = [_ids_to_score(response) for _, response in pairs]
