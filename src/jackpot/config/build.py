@@ -207,7 +207,8 @@ def similar_settings(key: str, known: Sequence[str]) -> list[str]:
     """Return up to three known keys that a mistyped `key` may mean.
 
     First comes the setting that other trainers call by this name. Then come settings whose last part is the same, such
-    as `objective.correction.lam` and `critic.lam` for `lam`: one outside of all blocks, those in usual blocks, others.
+    as `objective.correction.lam` and `critic.lam` for `lam`: one outside of all blocks, those in the blocks that are
+    usually meant, and the rest.
     """
     name = key.rpartition(".")[2]
     translated = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []

@@ -110,6 +110,7 @@ def _by_regex(value: Any) -> Any:
     return {**value, "name": "regex"} if has_regex else value
 
 
+# Validators of one annotation run from the last to the first: here, `by_name` first makes a block of a name.
 Answers = Annotated[AnswersConfig | None, BeforeValidator(_by_regex), by_name()]
 
 

@@ -23,6 +23,10 @@ class PromptGroup:
     # sampling model among themselves, by the rewards that the task gave, without a penalty for overlong responses.
     has_equal_rewards: bool
 
+    def scores(self) -> list[tuple]:
+        """Return a tuple for each member: the member's uid, then the values of the fields of the member's score."""
+        return [(member.rollout.uid, *_values(member.score)) for member in self.members]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationBatch:
@@ -47,11 +51,8 @@ class GenerationBatch:
             "rollouts": rollouts,
             "columns": {name: _joined(self.generated, name) for name in TOKEN_COLUMNS},
             "discarded": dict(self.discarded),
-            # A tuple for each member: its uid, then the values of the fields of its score.
-            "groups": [
-                (group.has_equal_rewards, [(member.rollout.uid, *_values(member.score)) for member in group.members])
-                for group in self.groups
-            ],
+            # `scores` gives a tuple for each member: its uid and its score.
+            "groups": [(group.has_equal_rewards, group.scores()) for group in self.groups],
             "metrics": dict(self.metrics),
         }
 
@@ -66,29 +67,22 @@ class GenerationBatch:
         columns = {name: column.split(lengths) for name, column in state["columns"].items()}
 
         # Each rollout has a tuple, as `state_dict` made it, and a piece of every column.
-        rollouts = {
-            uid: Rollout(
+        rollouts: dict[str, Rollout] = {}
+        for (uid, prompt_uid, finish, sampled_by, _), *values in zip(state["rollouts"], *columns.values(), strict=True):
+            rollouts[uid] = Rollout(
                 uid=uid,
                 prompt=prompt_of[prompt_uid],
                 finish=finish,
                 sampled_by=sampled_by,
                 **dict(zip(columns, values, strict=True)),
             )
-            for (uid, prompt_uid, finish, sampled_by, _), *values in zip(
-                state["rollouts"], *columns.values(), strict=True
-            )
-        }
 
-        groups = [
-            PromptGroup(
-                members=[
-                    ScoredRollout(rollout=rollouts[uid], score=Score(**_named(Score, values)))
-                    for uid, *values in scores
-                ],
-                has_equal_rewards=has_equal_rewards,
-            )
-            for has_equal_rewards, scores in state["groups"]
-        ]
+        groups = []
+        for has_equal_rewards, scores in state["groups"]:
+            members = [
+                ScoredRollout(rollout=rollouts[uid], score=Score(**_named(Score, values))) for uid, *values in scores
+            ]
+            groups.append(PromptGroup(members=members, has_equal_rewards=has_equal_rewards))
 
         return cls(
             generated=list(rollouts.values()),

@@ -101,7 +101,8 @@ class Sampler:
         The batch does not depend on the order in which responses ended. With `batch.filter_groups`, groups with equal
         rewards are used only where too few other groups are left after the last generation batch that is allowed.
         """
-        batches = self._complete(iteration, self._under_way.pop(iteration, None) or self._submit(iteration))
+        batch_under_way = self._under_way.pop(iteration, None) or self._submit(iteration)
+        batches = self._complete(iteration, batch_under_way)
 
         for batch in batches:
             for uid, reason in batch.discarded.items():
@@ -390,6 +391,9 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
         return ["policy"] * len(prompts)
 
     share = model.share_at(iteration)
+    if share in (0.0, 1.0):
+        return ["rollout_model" if share else "policy"] * len(prompts)
+
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
     # A uniform number in [0, 1) of this iteration
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from jackpot.core.errors import EngineError
@@ -124,6 +125,7 @@ class QueuedEngine(Engine):
     def _score(self, rollouts: Sequence[Rollout], temperature: float) -> list[Tensor]:
         """Return log-probs as `Engine.score` says, of rollouts that are already checked."""
 
+    @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
         self._check_idle()
         digest = self._take_weights([(name, tensor.detach()) for name, tensor in named_tensors], version)

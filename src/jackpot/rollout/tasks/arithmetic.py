@@ -8,6 +8,7 @@ the steps. `Sums` asks a chat model in English.
 import random
 import re
 from hashlib import blake2b
+from typing import get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +38,8 @@ class Arithmetic(Task):
 
     def operands(self, split: Split, index: int) -> tuple[int, ...]:
         """Draw the numbers that problem `index` of `split` adds: first how many, then each number, all uniformly."""
+        if split not in get_args(Split):
+            raise DataError(f"arithmetic has no split {split!r}; valid: {', '.join(get_args(Split))}")
         # Draw again until the hash of the operands selects this split.
         draw = random.Random(_hash(f"{split}/{index}"))
         while True:

@@ -151,11 +151,12 @@ class ServerEngine(BackgroundEngine):
 
         def answers(requests: Sequence[tuple[str, LogProbRequest]]) -> list[list[float]]:
             """Have the servers return the log-probs that each request asks for."""
-            body_of, parse = self.protocol.log_prob_body, self.protocol.parse_log_probs
+            parse = self.protocol.parse_log_probs
+            bodies = [self.protocol.log_prob_body(request) for _, request in requests]
             return self._pool.results(
                 [
-                    (uid, PeerRequest(message=body_of(request), parse=partial(parse, request=request, uid=uid)))
-                    for uid, request in requests
+                    (uid, PeerRequest(message=body, parse=partial(parse, request=request, uid=uid)))
+                    for body, (uid, request) in zip(bodies, requests, strict=True)
                 ]
             )
 

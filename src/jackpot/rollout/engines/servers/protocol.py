@@ -246,7 +246,19 @@ def score_by_requests(
             log-probs for each request, in order: those of the last tokens of the request's `prompt`, then that of its
             `token`.
     """
-    requests = [(rollout.uid, request) for rollout in rollouts for request in log_prob_requests(rollout, temperature)]
-    # The answers, one after the other, are the log-probs of the response tokens of one rollout after the other.
-    log_probs = chain.from_iterable(answers(requests))
-    return [torch.tensor([*islice(log_probs, len(rollout.token_ids))], dtype=torch.float32) for rollout in rollouts]
+    by_rollout = [log_prob_requests(rollout, temperature) for rollout in rollouts]
+    results = iter(
+        answers(
+            [
+                (rollout.uid, request)
+                for rollout, requests in zip(rollouts, by_rollout, strict=True)
+                for request in requests
+            ]
+        )
+    )
+
+    # The answers to a rollout's requests, one after the other, are the log-probs of its response tokens.
+    return [
+        torch.tensor([*chain.from_iterable(islice(results, len(requests)))], dtype=torch.float32)
+        for requests in by_rollout
+    ]

@@ -166,5 +166,6 @@ class Replica(Peer):
             if self._checks_passed > begun:  # another call's check, which began after this call
                 return
             self._checks_begun += 1
+            number = self._checks_begun
             await self._check_version(weights)
-            self._checks_passed = self._checks_begun  # still the number of this check: the lock lets no other begin
+            self._checks_passed = number

@@ -110,12 +110,9 @@ class WeightsFolder:
         tensors = dict(read_weights(folder / "model.safetensors"))
 
         plain = ((name, weights[name] if name in quantized else tensors[name]) for name in weights)
-        return SavedWeights(
-            version=version,
-            folder=folder,
-            digest=weights_digest(plain, self._dtype),
-            checksums={name: _checksum(tensor) for name, tensor in tensors.items()},
-        )
+        digest = weights_digest(plain, self._dtype)
+        checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+        return SavedWeights(version=version, folder=folder, digest=digest, checksums=checksums)
 
     def remove_except(self, needed: Sequence[SavedWeights]) -> None:
         """Remove the files of all weights but those of `needed`."""
@@ -176,13 +173,9 @@ def check_loaded(
         for key, checksum in after.items()
         if without_rank(key) in new.checksums and checksum != _PACKED
     }
-    # Keys of parameters that are byte for byte those of the file. Servers may cut a checksum to its first 8 bytes,
-    # which are 16 hex digits.
-    equal = {
-        key
-        for key, checksum in expected.items()
-        if comparable and len(after[key]) >= 16 and checksum.startswith(after[key])
-    }
+    equal: set[str] = set()  # keys of parameters that are byte for byte those of the file
+    if comparable:  # servers may cut a checksum to its first 8 bytes, which are 16 hex digits
+        equal = {key for key, checksum in expected.items() if len(after[key]) >= 16 and checksum.startswith(after[key])}
 
     stale = []  # parameters that have not changed on the server, and have changed in the file
     if verified is not None:
@@ -192,9 +185,9 @@ def check_loaded(
 
     # Refused: old parameters, none with a name to compare, or none that equals the file byte for byte.
     if stale or not expected or (comparable and not equal):
-        differing = ", ".join(sorted(stale)[:3]) or (
-            "all of them" if expected else "none has a name of the model's, so all"
-        )
+        differing = ", ".join(sorted(stale)[:3])
+        if not differing:
+            differing = "all of them" if expected else "none has a name of the model's, so all"
         raise EngineError(
             f"{url} was given the weights {new.version} and holds stale ones: {differing} differ from "
             f"the file {new.folder}. Restart the server; is the file the same on its side?"

@@ -58,8 +58,7 @@ class SGLangReplica(Replica):
         settings = await self._client.server_info()
         checksums = await self._client.checksums()
         with self._reading_facts():
-            if refusal := self._refusal(settings):
-                raise EngineError(f"{self.name} {refusal}")
+            refusal = self._refusal(settings)
             info = ServerInfo(
                 device=str(settings["device"]),
                 # SGLang's limit for prompts, which must be shorter than this. Prompt and response together could be
@@ -68,6 +67,8 @@ class SGLangReplica(Replica):
                 num_top_log_probs=self._vocab_size,
             )
 
+        if refusal:
+            raise EngineError(f"{self.name} {refusal}")
         if unknown := unknown_norms(map(without_rank, checksums), self._parameters):
             raise EngineError(
                 f"{self.name} serves another model: {'; '.join(unknown)}. Start it with the run's rollout model"

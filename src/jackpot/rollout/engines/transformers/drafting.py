@@ -93,7 +93,7 @@ class DraftedBatch(DecodingBatch):
             counts: counts of drafts, to which this batch adds its own.
         """
         super().__init__(*arguments)
-        self._draft_model, self._lam = draft, settings.lam  # 1: accepted exactly; below: more drafts pass
+        self._draft_model, self._lam = draft, settings.lam  # 1: accepted exactly; less: more are
         self._counts = counts
         self._follows_acceptance = settings.tokens == "auto"  # True: a row that accepts all its drafts gets more
         num_drafts = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens

@@ -39,10 +39,11 @@ class VLLMReplica(Replica):
         """
         client = self._client
         self._model_name = await client.model_name()
+        vllm_config = await client.vllm_config()
+        inspection, checksums = await client.model_inspection(), await client.checksums()
+
         with self._reading_facts():  # turns an error of form into an EngineError
-            info = parse_server_info(
-                await client.vllm_config(), await client.model_inspection(), await client.checksums()
-            )
+            info = parse_server_info(vllm_config, inspection, checksums)
         check_server(info, self.name, self._expected)
         return info
 

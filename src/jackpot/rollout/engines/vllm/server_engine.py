@@ -33,7 +33,7 @@ class VLLMServerEngine(ServerEngine):
             parameters=parameters,
             dtype=self._dtype,
             head_dtype="float32" if settings.head_dtype == "fp32" else None,
-            quant_method=(weight_format.quantization_config or {}).get("quant_method"),
+            quant_method=weight_format.quant_method,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
         return weight_format

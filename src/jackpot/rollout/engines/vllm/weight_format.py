@@ -101,6 +101,11 @@ class WeightFormat(Format):
             return None
         return CodedWeights(tuple(sorted(self.quantized_names)), self.quantization)
 
+    @property
+    def quant_method(self) -> str | None:
+        """Return vLLM's name of the quantization; None for plain weights."""
+        return None if self.quantization_config is None else self.quantization_config["quant_method"]
+
     def convert(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that vLLM gets for weights in the engine's dtype: plain, rounded, or codes and scales."""
         if self.quantization is None:
