@@ -434,8 +434,7 @@ def test_the_guard_counts_bad_steps_in_a_row():
         guard.check(steps(True), 9)
     [(iteration, event)] = recorded
     assert iteration == 9 and event["event"] == "stopped" and "last 3 optimizer steps" in event["why"]
-    continued = NonFiniteGuard(3, lambda iteration, event: None)
-    continued.count = 2
+    continued = NonFiniteGuard(3, lambda iteration, event: None, count=2)
     with pytest.raises(TrainingError):
         continued.check(steps(True), 6)
 

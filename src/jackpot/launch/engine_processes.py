@@ -1,4 +1,4 @@
-"""Places engines in processes of their own on this machine (`placement.engines`).
+"""Places engines in processes of their own, on this machine (`placement.engines`) or where Ray has placed them.
 
 The process that leads a run makes an `EnginePool`; the engine processes are started with `ENTRY` and run `main`. An
 engine process reads the models that the run began with, and gets the newest weights before it generates anything, so it

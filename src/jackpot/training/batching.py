@@ -6,7 +6,7 @@ No sequence is dropped or cut: each sequence of the rollout batch is in exactly 
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -178,7 +178,8 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
     Returns:
         The micro-batches of each rank.
     """
-    filled = [*batches, *(empty_like(batches[0]) for _ in range(-len(batches) % ranks))]
+    num_missing = -len(batches) % ranks
+    filled = [*batches, *(empty_like(batches[0]) for _ in range(num_missing))]
     return [filled[rank::ranks] for rank in range(ranks)]
 
 
@@ -256,16 +257,19 @@ def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
 
 def batch_to(batch: TokenBatch, device: torch.device) -> TokenBatch:
     """Copy the tensors of a batch to `device`; copies to a GPU go through pinned memory and are not waited for."""
-    if device.type == "cpu":
-        return batch
-    return replace(_to(batch, device), packed=batch.packed and _to(batch.packed, device))
+    return _to(batch, device) if device.type != "cpu" else batch
 
 
 def _to(batch: _Batch, device: torch.device) -> _Batch:
-    """Copy the tensors of a batch or of a packed row to `device`."""
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    copies = {name: upload(column, device) for name, column in columns.items() if isinstance(column, Tensor)}
-    return replace(batch, **copies)
+    """Copy the tensors of a batch, and those of its packed row, to `device`."""
+    changes: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = upload(value, device)
+        elif isinstance(value, PackedRow):
+            changes[field.name] = _to(value, device)
+    return replace(batch, **changes)
 
 
 def _length(item: TrainingSample) -> int:

@@ -102,7 +102,7 @@ class GapEvidence:
 
 
 def _error_text(index: int, means: Tensor, usual: Tensor, limits: Tensor) -> str:
-    """Return the error's text on the gaps in one range of depths: tokens 2**index to 2**(index + 1) - 1 of responses.
+    """Return the error's text on the gaps in one range of depths, which begins at token 2**index of responses.
 
     Args:
         index: which range of depths.

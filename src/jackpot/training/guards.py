@@ -236,12 +236,13 @@ class NonFiniteGuard:
     Args:
         limit: `guard.max_non_finite_steps`.
         record: called with the event that says why the run stops.
+        count: number of consecutive bad steps up to the checkpoint from which the run continues.
     """
 
-    def __init__(self, limit: int, record: RecordEvent) -> None:
+    def __init__(self, limit: int, record: RecordEvent, count: int = 0) -> None:
         self._limit = limit
         self._record = record
-        self.count = 0  # consecutive bad steps so far; a run that continues sets that of its checkpoint
+        self.count = count
 
     def check(self, results: Sequence[StepResult], iteration: int) -> None:
         """Count the bad steps among the optimizer steps of an iteration.
@@ -250,7 +251,8 @@ class NonFiniteGuard:
             TrainingError: the limit is reached. No bad step has changed the weights.
         """
         for result in results:
-            self.count = self.count + 1 if result.metrics["health/non_finite_steps"].value else 0
+            is_bad = bool(result.metrics["health/non_finite_steps"].value)
+            self.count = self.count + 1 if is_bad else 0
             if self.count >= self._limit:
                 with stop_recorded(self._record, iteration):
                     raise TrainingError(
@@ -383,10 +385,10 @@ def _suspicion(rollouts: Sequence[Rollout], sampling: Sampling, score: ScoreFn, 
         "of the model before temperature, top_p and top_k": plain | {"temperature": 1.0},
         "of the model before top_p and top_k": plain,
         "of the model before the temperature": {"temperature": 1.0},
-        **{
-            f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
-            for factor in TEMPERATURES
-        },
+    }
+    suspects |= {
+        f"of temperature {factor * sampling.temperature:g}": {"temperature": factor * sampling.temperature}
+        for factor in TEMPERATURES
     }
 
     for description, changes in suspects.items():

@@ -104,8 +104,9 @@ def first_readings(batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     indices = all_gather(torch.tensor([index for index, _ in uids], dtype=torch.int64)).tolist()
     keys = all_gather(_keys(uid for _, uid in uids)).tolist()
 
-    # The smallest index of a batch with the rollout, by the rollout's key: it comes last, in place of the larger ones.
-    first_index = {key: index for index, key in sorted(zip(indices, keys, strict=True), reverse=True)}
+    first_index: dict[int, int] = {}  # the smallest index of a batch with the rollout, by the rollout's key
+    for index, key in sorted(zip(indices, keys, strict=True)):  # by index, so that the smallest comes first
+        first_index.setdefault(key, index)
     return [batches[index] for index in sorted(set(first_index.values()))]
 
 

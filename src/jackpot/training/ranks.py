@@ -113,14 +113,16 @@ class Ranks:
 
     def _beat(self, interval: float) -> None:
         """Send signs of life to all waiting ranks, one an interval, until the run ends or a command fails."""
-        with suppress(RuntimeError):  # a rank is lost; the next command reports which
-            while not self._ended.wait(interval):
-                with self._turn:
-                    # A running command holds the lock; so rank 0 is not idle here only after a command that failed.
-                    if self._ended.is_set() or not self._is_idle:
-                        return
+        while not self._ended.wait(interval):
+            with self._turn:
+                # A running command holds the lock; so rank 0 is not idle here only after a command that failed.
+                if self._ended.is_set() or not self._is_idle:
+                    return
+                try:
                     for rank in range(1, self.size):
                         dist.send(_ALIVE, rank, group=self._waiting)
+                except RuntimeError:  # a rank is lost; the next command reports which
+                    return
 
     @contextmanager
     def _command(self, sequence_number: int, name: str) -> Iterator[None]:
@@ -242,6 +244,8 @@ class LedLearner(Learner):
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
+        if not batches:
+            return {}
         return self._by_rollout("score", batches, role=role, sampling=sampling.model_dump(), from_copy=from_copy)
 
     def keep_weights(self, role: Role) -> None:

@@ -107,7 +107,7 @@ class Bets:
 
     def __init__(self, shares: Tensor) -> None:
         self._weights, self._batches = shares.log(), 0
-        self.products = torch.full_like(shares, -math.inf)  # [bets], log of a bet's sum over its products, weighted
+        self.products = torch.full_like(shares, -math.inf)  # [bets], log of the weighted sum of each bet's products
 
     def add(self, log_factors: Tensor) -> float:
         """Multiply the running products of every bet by the bet's factor in a new batch; return `share`, the evidence.

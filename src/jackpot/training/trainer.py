@@ -86,7 +86,8 @@ class Trainer:
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
 
-        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event)
+        count = state["non_finite"] if state else 0
+        self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count)
         self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
 
@@ -96,7 +97,6 @@ class Trainer:
         self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)
 
         if state is not None:
-            self._non_finite.count = state["non_finite"]
             self._sampler.load_state_dict(state)
             self._versions.extend(Version(*version) for version in state["versions"])
             self.iteration = state["iteration"]

@@ -20,7 +20,7 @@ from jackpot.analysis.plan.sizes import outline, parameter_count
 from jackpot.config.config import Config
 from jackpot.config.engines import EngineConfig, TransformersEngineConfig, VLLMEngineConfig, sleeps
 from jackpot.core.roles import Role
-from jackpot.launch.engines import engines_of, reference_path
+from jackpot.launch.engines import engines_of
 from jackpot.models.cost import cached_numbers
 from jackpot.models.forward import backbone, output_layer
 
@@ -102,12 +102,13 @@ def blocks(config: Config) -> Blocks:
         ModelError: a model cannot be read, as `load_meta_model` says.
     """
     models: dict[Role, PreTrainedModel] = {role: outline(path) for role, path in config.model_paths().items()}
+    reference = config.objective.reference
     copied = 0 if config.precision == "fp32" else sum(_copied(config, role, model) for role, model in models.items())
 
     return Blocks(
         layer=max(_largest_layer(model) for model in models.values()),
         heads=sum(output_layer(model).weight.numel() for model in models.values()),
-        reference=sum(output_layer(outline(path)).weight.numel() for path in reference_path(config).values()),
+        reference=output_layer(outline(reference.path or config.policy.path)).weight.numel() if reference else 0,
         copied=copied,
     )
 

@@ -34,8 +34,9 @@ class PromptSource(NamedTuple):
 class Task(ABC):
     """A source of prompts that also scores the responses. Prompts have an index, so that a run can be resumed.
 
-    A task implements `size`, `prompt` and `score`, or `scores` in place of the last (`BatchScoredTask`). A task with several turns, such as tool calls, also sets
-    `turn_end_token_ids` and implements `step`. `environment.py` makes a task of an environment that has a state.
+    A task implements `size`, `prompt` and `score`, or `scores` in place of the last (`BatchScoredTask`). A task with
+    several turns, such as tool calls, also sets `turn_end_token_ids` and implements `step`. `environment.py` makes a
+    task of an environment that has a state.
     """
 
     turn_end_token_ids: tuple[int, ...] = ()  # tokens that end the model's turn and call `step`

@@ -330,11 +330,13 @@ class Checkpointer:
             if is_best:  # try at once, since one iteration later the best policy no longer exists
                 error = self._try(iteration, roles, state, is_best)
         self._overdue = error is not None
-        if not error:
-            self._saved, self._best = iteration, best
-            with self._folder.dispensable(iteration, "removal of old checkpoints"):
-                self._checkpoints.prune()
-        return error
+        if error:
+            return error
+
+        self._saved, self._best = iteration, best
+        with self._folder.dispensable(iteration, "removal of old checkpoints"):
+            self._checkpoints.prune()
+        return None
 
     def _try(
         self, iteration: int, roles: Sequence[Role], state: dict[str, Any], is_best: bool

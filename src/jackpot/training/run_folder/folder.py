@@ -200,12 +200,12 @@ class RunFolder:
             )
 
     def _check_checkpoints(self, before: Config, finished: int) -> None:
-        """Refuse a run whose checkpoints are gone; it is called where none was found.
+        """Refuse a run with finished iterations and no checkpoint, unless no checkpoint was ever written.
 
-        A run may have none because none was ever written. No checkpoint was written if a kill came before the first one
-        was due, or if every attempt failed. A failed checkpoint is tried again an iteration later, so in the second
-        case every iteration from the first due one on counts a failure. A folder of checkpoints that is missing was
-        removed by someone, since `start` makes it.
+        It is called where none was found. None was ever written if a kill came before the first one was due, or if
+        every attempt failed. A failed checkpoint is tried again an iteration later, so in the second case every
+        iteration from the first due one on counts a failure. A folder of checkpoints that is missing was removed by
+        someone, since `start` makes it.
 
         Raises:
             CheckpointError: checkpoints were written and are gone.
@@ -459,9 +459,10 @@ class RunFolder:
     def _is_in_place(self) -> bool:
         """Tell whether the folder's .lock is still the file that this process has locked."""
         try:
-            return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), (self.path / ".lock").stat())
+            path = (self.path / ".lock").stat()
+            return self._lock is None or os.path.samestat(os.fstat(self._lock.fileno()), path)
         except FileNotFoundError:
-            return False
+            return self._lock is None
 
     def _append(self, name: str, record: bytes) -> None:
         """Append a record to a file of the folder; on a full disk keep it in memory, and warn the first time.
