@@ -289,8 +289,11 @@ def align_top_lists(output: Any, validate: bool) -> None:
             edits what was sampled.
     """
     lists = output.extra_fields.pop(_LISTS, None)
+    if not lists or validate:
+        return
+
     sampled = torch.tensor(output.response_mask).nonzero()[:, 0]  # positions of the sampled tokens in the response
-    if not lists or validate or not len(sampled):
+    if not len(sampled):
         return
     rows = torch.from_numpy(np.stack(lists[: len(sampled)]))  # [lists, K, 2]: id and log-prob of each entry
     top_ids, top = rows[..., 0].int(), rows[..., 1].float()

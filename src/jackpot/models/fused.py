@@ -168,7 +168,7 @@ def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Return x cos + (x_2 first, x_1 second) for x = (x_1, x_2), halves of the last dimension, with the strides of x.
     `first` and `second` are halves of the sine; which of them is negated gives the direction of the rotation."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
-    # A run is so many positions that x has at most CHUNK numbers at them, but at least one.
+    # A run is so many positions that x has at most CHUNK numbers at them, but at least one position.
     for run in split_range(x.shape[2], max(1, CHUNK * x.shape[2] // x.numel())):
         source, target = x[:, :, run], out[:, :, run]
         torch.mul(source, cos[:, :, run], out=target)

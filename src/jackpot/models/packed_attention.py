@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -244,6 +243,10 @@ def _by_sequence(
 @cache
 def _varlen_kernel() -> Callable[..., Tensor] | None:
     """Return torch's attention over sequences of different lengths; None where this torch has none with windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
     names = inspect.signature(varlen_attn).parameters
     if not {"scale", "window_size"} <= names.keys():
         return None

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from jackpot.core.types import Rollout
 
-FORWARD_TOKENS = 8_192  # tokens, padding included, of a forward pass of an analysis, which trains nothing
+FORWARD_TOKENS = 8_192  # tokens, padding included, of a forward pass that trains nothing
 _Row = TypeVar("_Row")
 
 

@@ -30,7 +30,7 @@ class Surrogate(NamedTuple):
 def clipped_surrogate(
     log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float
 ) -> Surrogate:
-    """Compute min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
+    """Compute min(r A, clip(r, 1 - low, 1 + high) A), r = p_new / p_proximal, PPO, arXiv 1707.06347 eq. 7.
 
     With infinite clips it is r A. Where the proximal point is the detached current policy, r is 1, the clip has no
     effect, and the gradient is A times that of log p_new. `clipped` is True where the clip removes the gradient.

@@ -119,7 +119,8 @@ class Correcting(_AnyTRLTrainer):
 
         A number is hashed from TRL's seed, the name of the batch, the process, and the token's row and column.
         """
-        name = self._names.next(self)[0].removeprefix("train/")
+        name, _ = self._names.next(self)
+        name = name.removeprefix("train/")
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])  # 0 is the epoch
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
@@ -353,7 +354,8 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
                 rollout_model_old_log_probs=batch["jackpot_old"],  # any numbers: no correction reads these
                 z=ZEstimate(*batch["jackpot_old_z"].unbind(-1)),
             )
-            measured.append((batch, *self._measured(batch, old=old, now=self._read(batch, needs_z))))
+            correction_inputs, overlap = self._measured(batch, old=old, now=self._read(batch, needs_z))
+            measured.append((batch, correction_inputs, overlap))
         self._correct(measured)
         return inputs
 

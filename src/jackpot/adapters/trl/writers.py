@@ -101,9 +101,8 @@ class Writers:
         """Keep the user's engines; no other engine is made yet."""
         self._config = config
         self._engines = dict(engines)
-        self._may_draft = (
-            config.draft is not None or len(engines) == 2
-        )  # two of the user's: one may draft for the other
+        # Whether one engine may draft for the other: by the settings, or because both are the user's.
+        self._may_draft = config.draft is not None or len(engines) == 2
         self._held_steps: dict[Role, int] = {}  # optimizer steps that the weights in each engine have taken
         self._checks: dict[Role, EngineCheck] = {}  # each is made at its first use (`_check`)
         self._names = BatchNames()  # of generation batches; the uids of their rollouts begin with them

@@ -94,7 +94,7 @@ def export_rollouts(
         files=tuple(file.path for file in written),
         responses=sum(file.responses for file in written),
         tokens=sum(file.tokens for file in written),
-        lost=WRITABLE[name].lost if name in WRITABLE else "nothing",
+        lost=WRITABLE[name].lost if name in WRITABLE else "",
         problems=tuple(problems),
     )
 

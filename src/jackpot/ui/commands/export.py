@@ -50,6 +50,7 @@ def export(
 
     files = f"{len(written.files)} {'file' if len(written.files) == 1 else 'files'}"
     print_line(console, f"Wrote {written.responses:,} responses of {written.tokens:,} tokens to {files} in {folder}")
-    print_line(console, f"Not written, because the format {form} has no column for it: {written.lost}")
+    if written.lost:
+        print_line(console, f"Not written, because the format {form} has no column for it: {written.lost}")
     print_lines(console, written.problems, "Not read: ")
     show_next(console, {f"jackpot replay {quote(str(folder))}": "reads them back"})

@@ -63,8 +63,9 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
             )
         folders += [Path(os.path.abspath(folder)) for folder in inside]
 
-    evaluations = [folder for folder in dict.fromkeys(folders) if is_evaluation(folder)]
-    runs = [folder for folder in dict.fromkeys(folders) if folder not in evaluations]
+    folders = list(dict.fromkeys(folders))
+    evaluations = list(filter(is_evaluation, folders))
+    runs = [folder for folder in folders if folder not in evaluations]
     if not runs:
         raise DataError(
             f"there is no run, only folders of `jackpot eval`, whose results are in summary.json: "
@@ -93,16 +94,19 @@ def _below(folder: Path) -> Iterator[Path]:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read the settings, metrics and events of runs; a run that has just begun has no lines of metrics."""
     base = common_folder(folders)
-    return [
-        Run(
-            name=str(folder.relative_to(base)),
-            folder=folder,
-            config=run_config(folder),
-            lines=RunFolder(folder).read("metrics.jsonl"),
-            events=RunFolder(folder).read("events.jsonl"),
+    runs = []
+    for folder in folders:
+        files = RunFolder(folder)
+        runs.append(
+            Run(
+                name=str(folder.relative_to(base)),
+                folder=folder,
+                config=run_config(folder),
+                lines=files.read("metrics.jsonl"),
+                events=files.read("events.jsonl"),
+            )
         )
-        for folder in folders
-    ]
+    return runs
 
 
 def common_folder(folders: Sequence[Path]) -> Path:
@@ -128,7 +132,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that differ between groups of runs: by key, the value in each group as text."""
-    # Of the first run, with which its group shares them: the value of each setting, as text.
+    # For each group the text of each setting's value in the first run; the other runs of the group have the same.
     settings_of = [
         {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings(run.config).items()}
         for run, *_ in groups

@@ -167,6 +167,10 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
         """Return for each response the largest |p - q| of a token, p of the sampler and q of the learner."""
         return [response.max_gap for response in pair.numbers.each]
 
+    def mean_gaps(pair: MismatchPair) -> list[float]:
+        """Return for each response the mean |p - q| of its tokens, p of the sampler and q of the learner."""
+        return [response.mean_gap for response in pair.numbers.each]
+
     return (
         Chart(
             title="Largest gap of every response",
@@ -181,12 +185,7 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
             title="Mean gap of every response",
             x_label="share of responses",
             y_label="mean |p - q|",
-            series=_over_pairs(
-                pairs,
-                ranks,
-                lambda pair: sorted((response.mean_gap for response in pair.numbers.each), reverse=True),
-                "line",
-            ),
+            series=_over_pairs(pairs, ranks, lambda pair: sorted(mean_gaps(pair), reverse=True), "line"),
             note="Responses ordered from the worst.",
             log_y=True,
         ),
@@ -205,6 +204,8 @@ def _response_charts(pairs: Sequence[MismatchPair]) -> tuple[Chart, ...]:
 
 def _token_section(pairs: Sequence[MismatchPair]) -> Section:
     """Return the section with charts and tables of single tokens, by position and by entropy."""
+    by_position = _band_charts(pairs, "position", "position in the response")
+    by_entropy = _band_charts(pairs, "entropy", "entropy, nats")
     several = len(pairs) > 1
     tables = [table for pair in pairs for table in _band_tables(pair, f": {pair.name}" if several else "")]
 
@@ -212,13 +213,7 @@ def _token_section(pairs: Sequence[MismatchPair]) -> Section:
         title="Where the gap is",
         intro="The same gaps by the length of the response, by the position of the token, and by the entropy of the "
         "learner's distribution there: a token that is certain to both has no gap.",
-        items=(
-            _scatter(pairs),
-            *_band_charts(pairs, "position", "position in the response"),
-            *_band_charts(pairs, "entropy", "entropy, nats"),
-            _quantile_chart(pairs),
-            *tables,
-        ),
+        items=(_scatter(pairs), *by_position, *by_entropy, _quantile_chart(pairs), *tables),
     )
 
 
@@ -305,18 +300,17 @@ def _band_charts(pairs: Sequence[MismatchPair], kind: str, label: str) -> tuple[
 def _quantile_chart(pairs: Sequence[MismatchPair]) -> Chart:
     """Return a chart of the quantiles of log q/p over tokens, a line for each pair."""
     names = tuple(pairs[0].numbers.quantiles)
+
+    def logs(pair: MismatchPair) -> list[float]:
+        """Return the logs of a pair's quantiles of q/p; -inf for a ratio of 0."""
+        return [math.log(ratio) if ratio > 0.0 else -math.inf for ratio in pair.numbers.quantiles.values()]
+
     return Chart(
         title="Quantiles of log q/p",
         x_label="share of tokens below",
         y_label="nats",
         series=tuple(
-            Series(
-                name=pair.name,
-                x=tuple(range(len(names))),
-                y=[math.log(ratio) if ratio > 0.0 else None for ratio in pair.numbers.quantiles.values()],
-                color_index=index,
-                style="both",
-            )
+            Series(name=pair.name, x=tuple(range(len(names))), y=finite(logs(pair)), color_index=index, style="both")
             for index, pair in enumerate(pairs)
         ),
         note="From the smallest ratio to the largest one.",

@@ -44,7 +44,8 @@ def corrections(result: ReplayResult) -> Section:
     """Return the section with all tables of the corrections."""
     # Each distinct result, with the names of its corrections; `_OWN_MARK` follows the name of the run's own.
     rows = _rows([correction_result(correction) for correction in result.corrections])
-    legend = f"{_OWN_MARK} is what the run trains with." if any(_OWN_MARK in names for names, _ in rows) else ""
+    mark = _OWN_MARK.strip()
+    legend = f" {mark} is what the run trains with." if any(_OWN_MARK in names for names, _ in rows) else ""
     details = [
         _table(
             "On the sampled tokens",
