@@ -26,6 +26,7 @@ def test_a_difference_within_its_95_percent_interval_is_a_tie() -> None:
     # of 0.02, 0.04 and 0.03: 4.303 * 0.01 / sqrt(3) = 0.0248
     assert advice.outcome(outcome(0.72, 0.76, 0.74), base) == 1
     assert advice.outcome(outcome(0.9), base) is None and advice.outcome(outcome(0.9), outcome(0.5)) is None
+
     single = [outcome(0.70, error=0.01), outcome(0.72, error=0.01), outcome(0.73, error=0.01)]
     assert [advice.outcome(one, single[0]) for one in single[1:]] == [0, 1]
 
@@ -43,10 +44,13 @@ def test_a_shares_worth_is_its_mean_and_close_ones_are_a_tie() -> None:
     one = advice.Judged(groups=sums, shares={1.0: 1.0})
     annealed, own = replace(one, shares={1.0: 0.75, 0.0: 0.25}), advice.Judged(groups=None, shares={0.0: 1.0})
     worth = 1.0 / 1.05 * 0.88**2 * 0.8**2
+
     assert float(annealed.worth(sums.sum(0))) == pytest.approx(0.75 * worth + 0.25)
     assert advice.predicted(annealed, one) == 1 and advice.predicted(one, annealed) == -1
     assert advice.predicted(own, annealed) == 1 and advice.predicted(own, own) == 0
+
     closer = replace(one, groups=sums * torch.tensor([1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0], dtype=torch.float64))
     assert advice.predicted(closer, one) == 0
+
     kinds = [advice.kind(*pair) for pair in ((1, 1), (0, 0), (1, 0), (0, -1), (1, -1))]
     assert kinds == list(advice.KINDS)

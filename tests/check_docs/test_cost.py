@@ -37,9 +37,12 @@ def test_hours_beside_a_policy_ahead_are_those_of_the_plan(monkeypatch: pytest.M
     plan, gpu = Estimator(config, model_sizes(config), prompt_lengths(config)), GPUS["H100"]
     shares = plan.shares(gpu, 8)
     hours = plan.run_hours(shares)._replace(evaluating=plan.evaluating(shares))
+
     ahead = plan.ahead(gpu, 8, hours.evaluating)
     assert ahead is not None
+
     said = (
         f"{hours.all / ahead.all:.0%} of its {ahead.all:.1f} hours ({hours.iterations / ahead.iterations:.0%} without"
     )
+
     assert said in PAGE and f"takes {ahead.all:.1f} hours, and the small model {hours.all:.1f}" in PAGE

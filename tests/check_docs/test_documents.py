@@ -46,9 +46,11 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
             from_run |= line.keys()
     page = (ROOT / "docs" / "metrics.md").read_text()
     page = re.sub(r"`([a-z_]+)/([a-z_0-9]+)`, `_max`", r"`\1/\2` `\1/\2_max`", page)
+
     named = set(re.findall(r"`([a-z_]+/[a-z_0-9.]+)`", page))
     for name in from_run - {"iteration", "time"}:
         assert name.startswith(("seconds/", "cpu_seconds/", "eval/")) or ENDINGS.sub("", name) in named, name
+
     written = {ENDINGS.sub("", name) for name in from_run}
     elsewhere = (
         "seconds/",
@@ -61,6 +63,7 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
         "saved/",
         "engine/",
     )
+
     assert {name for name in named - written if not name.startswith(elsewhere)} == set()
 
 
@@ -77,6 +80,7 @@ def limits_on_the_page() -> dict[str, str]:
 
 def test_the_metrics_page_has_every_rule_of_diagnose():
     page = limits_on_the_page()
+
     for rule in RULES:
         cells = [cell for name, cell in page.items() if fnmatch(rule.metric, name)]
         assert cells, f"{rule.metric} does not stand in docs/metrics.md"
@@ -88,6 +92,7 @@ def test_the_metrics_page_has_every_rule_of_diagnose():
 
 def test_the_replay_page_has_every_format():
     page = (ROOT / "docs" / "replay.md").read_text()
+
     for name, found in FORMATS.items():
         assert f"`{name}`" in page, name
         lines = groupby(found.how.splitlines(), key=lambda line: line.startswith("    "))
@@ -98,6 +103,7 @@ def test_the_replay_page_has_every_format():
 
 def test_every_place_on_the_architecture_walk_is_there():
     places = re.findall(r"`([\w/]+\.py): ([\w.]+)`", (ROOT / "ARCHITECTURE.md").read_text())
+
     assert len(places) >= 15
     for file, name in places:
         *classes, last = name.split(".")

@@ -38,8 +38,10 @@ def test_the_gap_of_a_family_grows_from_nothing(name: str) -> None:
         measure_states(sample_states(family(name), gap, 16, seed=0, vocabulary=4_096)).kl.mean()
         for gap in family(name).gaps
     ]
+
     assert all(small < large for small, large in itertools.pairwise(gaps))
     assert gaps[0] < 0.003 and gaps[-1] > 0.5
+
     found = states(name, 0.5)
     for part in (found.rollout, found.target):
         np.testing.assert_allclose(part.exp().sum(-1).numpy(), 1.0, rtol=1e-12)
@@ -49,14 +51,17 @@ def test_the_families_are_what_they_say() -> None:
     noise = states("noise", 0.8, vocabulary=20_000)
     spread = (noise.target - noise.rollout).numpy().std(axis=1)
     np.testing.assert_allclose(spread, 0.8, rtol=0.03)
+
     sharper = states("sharper", 0.8)
     expected = sharper.rollout.exp().numpy() ** 1.8
     np.testing.assert_allclose(sharper.target.exp().numpy(), expected / expected.sum(1, keepdims=True), rtol=1e-10)
+
     moved = states("moved mode", 0.3)
     rest = moved.target.exp().numpy() - 0.7 * moved.rollout.exp().numpy()
     assert ((rest > 1e-12).sum(axis=1) == 1).all()
     np.testing.assert_allclose(rest.max(axis=1), 0.3, rtol=1e-12)
     assert (rest.argmax(axis=1) >= 20).all()
+
     leak = states("leak", 0.3)
     np.testing.assert_allclose(leak.rollout.exp().numpy(), 0.7 * leak.target.exp().numpy() + 0.3 / SMALL, rtol=1e-12)
 
@@ -82,6 +87,7 @@ def test_ratios_below_lam_are_lifted_to_z() -> None:
     one = measure_pair("noise", [states("noise", 1.0, count=3)], 3)
     found = token_ratios(one)
     z = np.repeat(measure_states(one.kept).acceptance[:, RECIPE_LAM].numpy(), len(found.before) // 3)
+
     for before, after in ((found.before, found.after), (found.policy_before, found.policy_after)):
         np.testing.assert_allclose(after, z * np.maximum(1.0, before), rtol=1e-12)
     assert np.mean(np.log(found.policy_before)) > np.mean(np.log(found.before))
@@ -92,10 +98,13 @@ def test_a_curve_is_read_off_between_its_points_and_not_beyond() -> None:
     points = [mean_point(measure_states(sample_states(family("noise"), gap, 8, seed=0))) for gap in (0.1, 0.6, 0.2)]
     found = gap_curve("a", points)
     kls = [one.kl for one in found.points]
+
     assert kls == sorted(kls) and kls[0] < 0.01 < kls[1] < 0.1 < kls[2] < 1.0
+
     first, second = found.points[:2]
     share = (math.log(0.01) - math.log(first.kl)) / (math.log(second.kl) - math.log(first.kl))
     expected = first.acceptance[1] + share * (second.acceptance[1] - first.acceptance[1])
+
     assert found.marks[0].acceptance == pytest.approx(expected)
     assert first.factor < found.marks[0].factor < second.factor or first.factor > found.marks[0].factor > second.factor
     assert found.marks[2].acceptance is None and found.marks[2].factor is None
@@ -110,8 +119,10 @@ def test_the_script_prints_tables_and_writes_a_page(
     monkeypatch.setattr(families, "SWEEP_STATES", 4)
     monkeypatch.setattr("sys.argv", ["families", *source, "--seed", "3", "--out", str(tmp_path)])
     families.main()
+
     printed = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figure2.html", "figure2.json"]
+
     found = json.loads((tmp_path / "figure2.json").read_text())
     assert found["seed"] == 3 and [one["name"] for one in found["curves"]] == (
         ["starter:rollout_model"] if source else NAMES

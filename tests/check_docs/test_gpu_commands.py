@@ -44,6 +44,7 @@ def started(command: str, cwd: Path) -> tuple[Config, str, int]:
     ranks = config.placement.ranks
     for count in re.findall(r"--(?:nnodes|nproc-per-node)[ =](\d+)", launcher):
         ranks *= int(count)
+
     return config, recipe, ranks
 
 

@@ -35,9 +35,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_files_of_the_page_train_and_its_model_is_loaded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = jackpot("train", "my_problem.yaml", *SHORT, "--run", "runs/my_problem-seed0", cwd=folder)
     assert done.returncode == 0, done.stderr
+
     lines = [json.loads(line) for line in (folder / "runs/my_problem-seed0/metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     assert all(line["reward/mean"] > 0.0 and line["reward/errors"] == 0.0 for line in lines[1:])
+
     exec(compile((folder / "ask.py").read_text(), "ask.py", "exec"), {})
     assert re.search(r"\d", capsys.readouterr().out)
 
@@ -57,6 +59,7 @@ def test_the_real_arm_changes_what_the_page_says_only(folder: Path) -> None:
     for one in (own, real):
         del one["sampling"]["max_new_tokens"], one["batch"]["micro_batch_tokens"]
         del one["precision"], one["engine"]["dtype"], one["device"]
+
     assert own == real
 
 

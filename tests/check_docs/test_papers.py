@@ -55,7 +55,9 @@ def test_every_row_of_every_table_is_there_once() -> None:
         for table in list_recipe(name).published
         for row in table.rows
     ]
+
     assert Counter(rows).most_common(1)[0][1] == 1
+
     counts = Counter((paper, re.match(r"(Table \d+)?", table)[0]) for paper, table, _ in rows)
     assert {key: counts[key] for key in TABLES} == {key: rows for key, (rows, _, _) in TABLES.items()}
     assert {paper for paper, _, _ in rows} == {"Jackpot", "submission", "Jet-RL", "TIS post"}
@@ -69,12 +71,14 @@ def test_the_numbers_of_a_table_are_those_of_the_paper(paper: str, table: str) -
         if (its_paper, its_table.partition(",")[0]) == (paper, table) and number != "null"
     ]
     _, count, total = TABLES[paper, table]
+
     assert len(numbers) == count and sum(numbers) == Decimal(total)
 
 
 def test_what_cannot_run_is_an_engine_on_several_gpus() -> None:
     reasons = {row.not_runnable for name in PAPERS for table in list_recipe(name).published for row in table.rows}
     assert all("one GPU" in reason for reason in reasons - {""})
+
     waiting = Counter(
         (name, row.arm)
         for name in PAPERS
@@ -82,6 +86,7 @@ def test_what_cannot_run_is_an_engine_on_several_gpus() -> None:
         for row in table.rows
         if row.not_runnable
     )
+
     assert waiting == {("jet_rl", "jet_rl_32b"): 1}
 
 
@@ -152,9 +157,11 @@ def test_published_means_can_occur_or_are_listed() -> None:
             checked += 1
             if abs(nearest - float(number)) > 10 ** -len(number.partition(".")[2]) + 1e-9:  # rounded, or cut off
                 impossible.add((f"{paper} {table}", row, f"{column} {number}"))
+
     listed_there = set(
         re.findall(r"^\| (Jackpot Table \d, \w+ block) \| (.+?) \| (\w+ mean@\d+ [\d.]+) \|$", PAGE, re.M)
     )
+
     assert checked > 150 and impossible == listed_there
 
 
@@ -256,6 +263,7 @@ def test_every_arm_fits_its_own_limits(name: str, arm: str) -> None:
     """The longest problem with the longest response fits the engine's context and one forward pass."""
     config = resolve(name, arm, [])
     longest = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+
     assert longest <= config.engine.max_model_len and longest <= config.batch.micro_batch_tokens
     assert {
         *(source.source for split in ("train", "test") for source in config.task.sources(split)),

@@ -51,6 +51,7 @@ def test_a_split_hides_what_it_does_at_the_same_time() -> None:
     plan = joint_8b()
     shared = plan.run_hours(plan.shares(GPU, 8))
     in_turn, one, two = (split_hours(plan, GPU, 2, 6, ahead) for ahead in (0, 1, 3))
+
     assert in_turn.training == pytest.approx(shared.training * 8 / 6) and in_turn.generation > shared.generation
     assert one.generation == pytest.approx(in_turn.generation - in_turn.training)  # what the learner waits for
     assert one.sending == in_turn.sending == shared.sending and two.sending == one.sending / 2
@@ -64,6 +65,7 @@ def test_a_split_has_engines_with_more_memory_and_idle_ranks() -> None:
     assert plan.shares(GPU, 3, without_learner(plan.needs)).rollout_model.cache_bytes > (
         plan.shares(GPU, 3).rollout_model.cache_bytes
     )
+
     most = plan.work().micro_batches
     whole, half, more = (split_hours(plan, GPU, 1, gpus, 1).training for gpus in (most, most // 2, 8 * most))
     assert whole < half and whole == pytest.approx(more, rel=0.02)  # but for AdamW, which all ranks share
@@ -73,8 +75,10 @@ def test_engines_on_gpus_of_their_own_take_nine_tenths() -> None:
     plan = joint_8b()
     alone = without_learner(plan.needs)
     shares = {name: one.settings.gpu_memory_utilization for name, one in alone.items()}
+
     assert sum(shares.values()) == pytest.approx(0.9) and shares["engine"] / shares["evaluation.engine"] == 0.4 / 0.35
     assert cache_bytes(alone["engine"], 1, GPU) > cache_bytes(plan.needs["engine"], 1, GPU)
+
     needs = estimator(small_config("engine={name: vllm, kv_cache_memory_bytes: 1000}"), 20.0).needs
     assert without_learner(needs) == needs
 
@@ -88,6 +92,7 @@ def test_the_cheapest_is_the_least_of_all_that_is_tried(monkeypatch: pytest.Monk
     runs = placed(small_config(), 3)
     assert [str(run.placement) for run in runs] == ["shared", "1 + 2", "2 + 1"]
     assert [list(run.by_ahead) for run in runs] == [[0], [0, 1, 3, 7], [0, 1, 3, 7]]
+
     best, ahead = cheapest(runs)
     hours = [hours.all for run in runs for hours in run.by_ahead.values()]
     assert best.by_ahead[ahead].all == min(hours) and best.by_ahead[ahead].evaluating > 0
@@ -98,6 +103,7 @@ def test_a_placement_without_the_room_has_no_hours() -> None:
     config = resolve("joint_8b", None, [])
     runs = placed(config, 8, 2048.0)
     assert [str(run.placement) for run in runs if not run.by_ahead] == ["6 + 2", "7 + 1"]
+
     evaluating = [runs[place].by_ahead[0].evaluating for place in (0, 5, 1)]  # on 8, 5 and 1 GPUs
     assert evaluating == sorted(evaluating)
     with pytest.raises(ConfigError, match="fits on no placement"):

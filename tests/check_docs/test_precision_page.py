@@ -41,6 +41,7 @@ def table() -> list[Row]:
 
 def test_each_equal_row_has_a_control_that_is_not():
     rows = table()
+
     assert len(rows) > 10 and len({row.flow for row in rows}) == len(rows)
     for row in rows:
         assert row.same.equal == row.same.tokens > 500, row

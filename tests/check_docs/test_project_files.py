@@ -54,6 +54,7 @@ def test_workflows_call_make_and_nothing_else() -> None:
         lines = [step["run"] for step in job["steps"] if "run" in step]
         matrix = job.get("strategy", {}).get("matrix", {}).get("target", ())
         called |= {line for line in lines if "matrix" not in line} | {f"make {target}" for target in matrix}
+
     assert called and called <= {f"make {target}" for target in targets}
 
 

@@ -47,6 +47,7 @@ def described(name: str, value: Any) -> list[str]:
     members = sorted(fields | {key for key in vars(value) if not key.startswith("_")})
     found = {member: inspect.getattr_static(value, member, None) for member in members}
     lines = [f"{name}.{key}{parameters(one) if inspect.isfunction(one) else ''}" for key, one in found.items()]
+
     return [f"{name} <- {value.__mro__[1].__name__}", *lines]
 
 

@@ -19,6 +19,7 @@ def test_the_page_has_the_figures_that_were_measured() -> None:
     memory, equal = MEASURED["memory"], MEASURED["equal_rewards"]
     for found in (memory, equal):
         assert f"{found['rss_kb_per_iteration']:.1f} kB" in PAGE and found["rss_kb_per_iteration"] < 10.0
+
     first, last = memory["open_files"]
     assert f"the {first} open files stay {last}" in PAGE and first == last
     assert equal["policy_is_unchanged"] and equal["non_finite_steps"] == 0.0 and equal["policy_steps_skipped"] == 500.0

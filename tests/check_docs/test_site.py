@@ -87,9 +87,12 @@ def test_short_answers_name_what_exists() -> None:
     known = {*settings(*COMMANDS), *(key for command in COMMANDS for key in blocks(command))}
     keys = {found for found in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)\b", text) if not found.startswith("jackpot.")}
     keys -= {"metrics.jsonl", "events.jsonl", "config.yaml"}
+
     assert keys and keys - known == set()
+
     metrics = (DOCS / "metrics.md").read_text()
     assert [name for name in re.findall(rf"`((?:{'|'.join(METRICS)})/\w+)`", text) if f"`{name}`" not in metrics] == []
+
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"`jackpot (\w+)", text)) <= commands
 
@@ -153,6 +156,7 @@ def test_the_search_finds_the_page_for_usual_words(site: Path) -> None:
     [worker] = site.glob("assets/javascripts/workers/search.*.js")
     node, _ = driver.compute_driver_executable()
     script, index = DOCS.parent / "tests" / "check_docs" / "ask_search.js", site / "search" / "search_index.json"
+
     found = json.loads(run(node, script, worker, index, *SEARCHED, cwd=site))
     assert {word: (hits or [None])[0] for word, hits in zip(SEARCHED, found, strict=True)} == SEARCHED
 

@@ -41,7 +41,9 @@ def test_files_say_the_status_of_their_row() -> None:
     for _, status, *_, files in ROWS:
         for name in re.findall(r"`([^`]+)`", files):
             rows[SOURCE / name if (SOURCE / name).is_file() else ROOT / name] = {status}
+
     assert {path: said_at_the_top(path) for path in rows} == rows
+
     others = set(SOURCE.rglob("*.py")) - set(rows)
     assert [str(path) for path in others if said_at_the_top(path)] == []
 

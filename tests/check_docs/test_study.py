@@ -43,6 +43,7 @@ def test_the_page_is_what_its_generator_writes() -> None:
 def test_committed_runs_are_of_one_digest_and_its_plan() -> None:
     committed = study.committed()
     finished = {panel: committed.read(panel) for panel in ("tuning", *study.PANELS)}
+
     for panel, runs in finished.items():
         assert len({one.reference or one.source for one in runs}) <= 1, panel
         keys = [(one.run.arm, one.run.seed) for one in runs]
@@ -70,6 +71,7 @@ def test_every_cell_is_an_arm_with_five_seeds_or_a_reason() -> None:
     arms = load_recipe(str(study.RECIPE))["arms"]
     cells = [(panel, cell) for panel, cells in study.PANELS.items() for cell in cells]
     assert {cell.arm for _, cell in cells} == set(arms)
+
     few = {panel for panel, cell in cells if len(cell.seeds) < 5 and not cell.arm.endswith("drafted")}
     assert few == {"ablation"} and all(len(cell.seeds) == 3 for panel, cell in cells if panel == "ablation")
     assert study.TUNING_SEED not in study.SEEDS
@@ -126,6 +128,7 @@ def finished(one: "study.Study", cell: "study.Cell", seed: int, *, factor: float
         settings=settings_of(config),
         environment={"python": "3", "torch": "2", "transformers": "5"},
     )
+
     return study.Finished(source=one.source, run=run, draft_acceptance=0.88 if cell.arm == "drafted" else None)
 
 
@@ -178,6 +181,7 @@ def test_the_page_needs_the_first_panel(tmp_path: Path) -> None:
 def test_a_whole_study_has_ten_findings_and_every_panel(whole: "study.Study") -> None:
     text = study_page.page(whole)
     assert re.findall(r"^(\d+)\. \*\*", text, re.MULTILINE) == [str(number) for number in range(1, 11)]
+
     text = text.replace(study_page.predicted_table(whole), "")  # of no panel
     assert "not run yet" not in text.lower()
     for panel in study.PANELS.keys() - {"ablation", "long", "hard"}:  # in a sentence, or not on the page yet
@@ -190,6 +194,7 @@ def test_a_first_panel_says_which_others_have_not_run(whole: "study.Study", tmp_
     one = empty_study(tmp_path)
     for name in ("tuning", "first"):
         write(one, name, whole.read(name))
+
     text = study_page.page(one)
     assert "the largest difference to `obrs` is not run yet" in text and "\nNot run yet\n" in text
     assert not one.is_complete("gap") and one.is_complete("first")
@@ -199,8 +204,10 @@ def test_the_long_run_takes_the_best_arm_at_half_cost(whole: "study.Study") -> N
     first = whole.read("first")
     none, best = whole.cells("long")
     arms = study_page.Arms(first, "far")
+
     accuracies = {arm: arms.spread(arm).mean for arm in study.FIRST}
     assert none.arm == "none" and accuracies[best.arm] == max(accuracies.values())
+
     annealed = study.long_cell("annealed_linear")
     share = whole.config(annealed, 1.0, 101, False).rollout_model.share
     assert (share.hold, share.until) == (125, 250)
@@ -213,10 +220,13 @@ def test_costs_count_until_the_accuracy_is_reached(whole: "study.Study") -> None
     arms.runs["tis"] = {seed: ending(one, last(base[seed]) + 0.02) for seed, one in arms.runs["tis"].items()}
     own, alone = arms.runs["tis"][101].run, base[101].run
     middle, end = own.points[1].policy_accuracy, last(arms.runs["tis"][101])
+
     part = 0.5 + 0.5 * (last(base[101]) - middle) / (end - middle)
+
     assert alone.points[0].policy_accuracy < middle < alone.last.policy_accuracy
     assert arms.reaching_cost("tis", "all", 0.0)[0] == pytest.approx(0.8 * part)
     assert arms.reaching_cost("tis", "rollout", 0.0)[0] == pytest.approx(0.2 * part)
+
     arms.runs["tis"] = {seed: ending(one, last(base[seed]) - 0.02) for seed, one in arms.runs["tis"].items()}
     assert arms.reaching_cost("tis", "all", 0.01) == () and len(arms.reaching_cost("tis", "all", 0.03)) == 5
     assert study_page.ratio_text((0.5, 2.0)) == "1.00" and study_page.ratio_text(()) == "-"
@@ -236,7 +246,9 @@ def test_a_difference_is_paired_and_has_students_interval(whole: "study.Study") 
     base = sorted(arms.runs["none"].items())
     arms.runs["tis"] = {seed: ending(one, last(one) + jump) for (seed, one), jump in zip(base, jumps, strict=True)}
     found = arms.difference("tis", "none")
+
     half = 2.7764451 * stdev(jumps) / math.sqrt(5)
+
     assert found.mean == pytest.approx(mean(jumps)) and study.interval_of(found).high - found.mean == pytest.approx(
         half
     )
@@ -251,10 +263,13 @@ def test_the_target_needs_the_interval_and_the_cost(whole: "study.Study") -> Non
     base = arms.runs["on_policy"]
     for arm in study.FIRST:
         arms.runs[arm] = {seed: ending(one, last(base[seed]) - 0.05) for seed, one in arms.runs[arm].items()}
+
     assert study_page.target_text([arms]) == "close: none"
+
     near = {seed: ending(one, last(base[seed]) - 0.01) for seed, one in arms.runs["tis"].items()}
     arms.runs["tis"] = near
     arms.runs["obrs"] = {seed: spending(one, 3.0) for seed, one in near.items()}  # as near, at 60 % of the FLOPs
+
     assert study_page.target_text([arms]) == "close: `tis`"
     assert study_page.target_text([arms], -0.01) == "close: none"
 
@@ -264,7 +279,9 @@ def test_equal_cost_lies_between_two_evaluations(whole: "study.Study") -> None:
     arms = study_page.Arms(whole.read("first"), "close")
     base = arms.runs["on_policy"][101].run.points
     at = 0.4 + (base[1].policy_accuracy - base[0].policy_accuracy) * 0.2 / 0.5 + 0.001 * (101 % 7)
+
     expected = last(arms.runs["none"][101]) - at
+
     assert arms.at_equal_cost("none").values[0] == pytest.approx(expected)
     assert arms.share("none", "rollout") == pytest.approx(0.2)
     assert arms.share("none", "all") == pytest.approx(3.2 / 4.0)
@@ -274,13 +291,17 @@ def test_time_by_the_cost_model_follows_the_schedule(whole: "study.Study") -> No
     arms = study_page.Arms(whole.read("first"), "close")
     clock = study_page._clock()
     small, alone = clock.at(1.0).iterations, study_page.hours_alone(clock).iterations
+
     assert arms.share("none", "time") == pytest.approx(small / alone)
     assert arms.share("annealed_none", "time") == pytest.approx(0.75 * small / alone + 0.25)
     assert arms.share("drafted", "time") == pytest.approx(study_page.hours_drafted(clock, 0.88).iterations / alone)
+
     costs = {**clock.costs, "rollout_model": replace(clock.costs["rollout_model"], trained=0)}
     frozen = replace(clock, costs=costs)  # it falls along a line to the policy alone at iteration 60
     hours = [frozen.at(1.0 - iteration / 60).iterations for iteration in range(1, 60)]
+
     assert arms.share("frozen_annealed", "time") == pytest.approx((sum(hours) + 21 * alone) / (80 * alone))
+
     shares = [arms.share(arm, "time") for arm in ("none", "annealed_none", "annealed_half")]
     assert all(before < after for before, after in pairwise(shares))
 
@@ -306,7 +327,9 @@ def test_tuning_counts_a_collapse_as_0(whole: "study.Study") -> None:
     cell = study.FAR_OBRS
     tuning = {factor: finished(whole, cell, 0, factor=factor) for factor in study.FACTORS}
     tuning[2.0] = ending(tuning[2.0], 0.99)
+
     assert study.best_factor([*tuning.values()], cell) == 2.0
+
     fallen = Collapse(iteration=40, accuracy=0.1, best=0.9, first_sign="", why="fell")
     tuning[2.0] = replace(tuning[2.0], run=replace(tuning[2.0].run, collapse=fallen))
     assert study.best_factor([*tuning.values()], cell) == 0.5  # equal scores: the smaller
@@ -318,6 +341,7 @@ def test_a_reported_run_has_the_tuned_rate_or_twice_it(whole: "study.Study") -> 
     rates = [one for one in whole.read("tuning") if one.run.arm != best.run.arm]
     other = replace(whole, results=whole.results.parent / "rates")
     write(other, "tuning", [*rates, ending(best, 0.99)])
+
     runs = {(one.arm, one.seed): one.config for one in other.reported_runs("stale")}
     assert runs[tuned.name, 101].policy.optimizer.learning_rate == pytest.approx(0.5e-4)
     assert runs[doubled.name, 101].policy.optimizer.learning_rate == pytest.approx(1e-4)
@@ -355,9 +379,11 @@ def test_runs_are_not_added_to_those_of_other_code(tmp_path: Path, monkeypatch) 
 def test_a_digest_is_of_what_a_short_run_computes(tmp_path: Path) -> None:
     (tmp_path / "src").symlink_to(ROOT / "src")
     assert reference.digest_of(tmp_path) == reference.digest_of(ROOT) and len(reference.digest_of(ROOT)) == 16
+
     changed = tmp_path / "changed"
     shutil.copytree(ROOT / "src", changed / "src", ignore=shutil.ignore_patterns("__pycache__"))
     path = changed / "src" / "jackpot" / "core" / "prng.py"
+
     path.write_text(path.read_text().replace("0x9E3779B97F4A7C15)", "0x9E3779B97F4A7C17)"))
     assert reference.digest_of(changed) != reference.digest_of(ROOT)
 
@@ -383,15 +409,19 @@ def test_a_tiny_study_runs_is_written_down_and_is_not_run_again(tmp_path: Path, 
     )
     one = replace(empty_study(tmp_path), overrides=small)
     one.run("tuning", one.tuning_runs("first"), 2)
+
     one.run("first", one.reported_runs("first"), 2)
     assert one.is_complete("first") and len(one.read("tuning")) == 2
+
     by_arm = {line.run.arm: line for line in one.read("first")}
     assert by_arm["close/drafted"].draft_acceptance > 0.0 and by_arm["close/drafted"].run.last.iteration == 2
     assert by_arm["close/tis"].run.last.flops < by_arm["alone/on_policy"].run.last.flops
     assert not list(one.runs.glob("*/first/*/checkpoints")) and list(one.runs.glob("*/first/*/rollouts/*"))
+
     before = (one.results / "first.jsonl").read_text()
     one.run("first", one.reported_runs("first"), 2)
     assert (one.results / "first.jsonl").read_text() == before
+
     (one.results / "first.jsonl").write_text(before.splitlines(keepends=True)[0])
     one.run("first", one.reported_runs("first"), 2)
     assert one.is_complete("first")

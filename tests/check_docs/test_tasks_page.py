@@ -29,6 +29,7 @@ def test_every_example_of_the_page_is_accepted(example):
         "math": MathConfig,
         "reasoning_gym": ReasoningGymConfig,
     }[settings["task"]["name"]]
+
     assert isinstance(build_config(REST | settings).task, kind)
 
 

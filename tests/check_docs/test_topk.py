@@ -37,6 +37,7 @@ def brute_force_z(one: StatePairs, row: int, k: int, fill_in: bool) -> float:
 def test_bounds_of_z_from_the_top_k_hold_the_exact_z(name: str, fill_in: bool) -> None:
     one = states(name, 0.6)
     found, exact = topk_numbers(one, fill_in), measure_states(one).acceptance[:, RECIPE_LAM]
+
     for index, k in enumerate(topk_sizes(SMALL)):
         expected = [brute_force_z(one, row, k, fill_in) for row in range(len(one))]
         np.testing.assert_allclose(found.value[:, index].numpy(), expected, rtol=1e-11)
@@ -51,6 +52,7 @@ def test_sizes_stop_at_the_vocabulary() -> None:
         and topk_sizes(160) == (2, 5, 10, 20, 40, 80, 160)
     )
     assert topk_sizes(32_768) == (2, 5, 10, 20, 40, 80, 160)
+
     last = topk_numbers(states("noise", 1.0, vocabulary=32), fill_in=False)
     exact = measure_states(states("noise", 1.0, vocabulary=32)).acceptance[:, RECIPE_LAM]
     np.testing.assert_allclose(last.value[:, -1].numpy(), exact.numpy(), rtol=1e-12)
@@ -67,7 +69,9 @@ def test_a_summary_has_kappa_with_its_error() -> None:
     for _ in range(1_500):
         sampled = np.stack([draw.choice(accept[row], size=4, p=one.rollout[row].exp().numpy()) for row in range(10)])
         kappas.append(sampled.sum() / (4 * z_k.sum()))
+
     row = topk_summary(numbers, exact, acceptance_variance(one), torch.from_numpy(sampled), SMALL, True)[2]
+
     assert row.k == 10 and row.fill_in and row.outside == 0
     assert row.z_share == pytest.approx((z_k / z).mean(), rel=1e-12)
     assert row.z_share_low == pytest.approx(np.quantile(z_k / z, 0.01), rel=1e-12)
@@ -93,5 +97,6 @@ def test_the_estimates_do_not_depend_on_the_chunks_and_are_shown() -> None:
     whole = topk_source("a", [one])
     assert whole == topk_source("a", [one.pick(torch.arange(start, start + 5)) for start in range(0, 20, 5)])
     assert len(whole.rows) == 14 and whole.vocabulary == SMALL
+
     row = next(row for row in whole.rows if row.k == 20 and row.fill_in)
     assert f"{row.z_share:.4f}" in str(topk_section([whole]))

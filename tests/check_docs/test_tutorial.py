@@ -30,8 +30,10 @@ def test_the_numbers_before_training_are_those_of_the_command() -> None:
         "right answers, rollout model and policy": [100 * one.accuracy, 100 * one.policy_accuracy],
         "KL(policy ‖ rollout model)": [one.kl_policy_rollout],
     }
+
     for name, numbers in expected.items():
         assert stated[name] == pytest.approx(numbers, rel=0.02), name
+
     (effective,) = (numbers for name, numbers in stated.items() if name.startswith("effective share of the responses"))
     assert effective == pytest.approx([100 * one.sequence_ess], rel=0.02)
     assert f"{one.states:,} tokens" in TUTORIAL.read_text()

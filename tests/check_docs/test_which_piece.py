@@ -27,12 +27,14 @@ def test_the_lines_of_code_are_those_of_files_and_pages():
         counted["TRL, correction"],
         counted["TRL, two models"],
     ]
+
     example = [line for line in (ROOT / "examples" / "tinker_loop.py").read_text().splitlines() if line.strip()]
     assert int(re.match(r"\d+", page["Tinker"][3])[0]) == len(example)
 
 
 def test_the_lines_that_a_dump_needs_are_those_of_the_hints():
     page = rows()
+
     for name, form in (("TRL", "trl"), ("verl", "verl"), ("OpenRLHF", "openrlhf"), ("AReaL", "areal")):
         block: list[str] = []
         for line in FORMATS[form].how.splitlines():  # the first block of code

@@ -145,6 +145,7 @@ def test_a_recipe_that_cannot_be_read_is_named_with_its_heir(tmp_path):
     missing, based, empty = tmp_path / "missing.yaml", tmp_path / "based.yaml", tmp_path / "empty.yaml"
     based.write_text("base: quickstrat\n")
     empty.write_text("")
+
     with pytest.raises(ConfigError, match=f"there is no file {missing}. jackpot recipes lists"):
         load_recipe(str(missing))
     with pytest.raises(ConfigError, match="the package's recipe is called quickstart"):
@@ -267,7 +268,9 @@ def test_oapl_takes_its_advantage_its_reference_and_no_lengths():
         "objective.advantage": "oapl",
         "objective.correction": {"name": "none", "proximal": "rollout"},
     }
+
     assert build(oapl).objective.oapl_beta == 1.0
+
     build(oapl, {"objective.loss_agg_mode": "seq-mean-token-sum-norm"})
     for changes, said in (
         ({"objective.advantage": "grpo"}, "advantage is 'grpo'; set advantage to oapl"),
@@ -291,9 +294,11 @@ def test_a_constant_denominator_with_accepted_counts_is_refused():
 
 def test_topk_without_top_log_probs_is_refused():
     assert "normalizer 'topk' needs the engine's top-k" in message({"sampling.num_top_log_probs": 0})
+
     build({"sampling.num_top_log_probs": 0, "objective.correction": "tis"})
     topk = {"objective.correction.name": "dppo", "objective.correction.divergence": "topk"}
     assert "divergence 'topk' needs the engine's top-k" in message({"sampling.num_top_log_probs": 0} | topk)
+
     build({"sampling.num_top_log_probs": 0, "objective.correction": "dppo"})
     build({"sampling.num_top_log_probs": 0, "objective.correction.normalizer": "exact"})
 
@@ -322,6 +327,7 @@ def test_an_exact_normalizer_of_moved_weights_is_refused():
         build(exact_new, several, {"objective.correction.target": "old"})
         build(exact_new, several, {"rollout_model.optimizer": None})  # frozen: its weights stay
         assert "moved on" in message(exact_new, several, {"rollout_model": None})  # the policy itself moves
+
     build(exact_new)
 
 
@@ -329,9 +335,12 @@ def test_an_exact_normalizer_needs_unquantized_engines():
     exact = {"objective.correction.normalizer": "exact"}
     own = {"evaluation.engine": {"name": "transformers", "quantization": "int8_w8a8"}}
     build(exact, own)  # it generates in evaluations alone
+
     assert "evaluation.engine samples from a quantized copy" in message(exact, own, {"rollout_model.share": 0.5})
+
     of_rollouts = {"engine": {"quantization": "int8_w8a8"}, "evaluation.engine": {"name": "transformers"}}
     assert "but engine samples from a quantized copy" in message(exact, of_rollouts)
+
     build(exact, of_rollouts, {"rollout_model.share": 0.0})
 
 
@@ -423,6 +432,7 @@ def test_the_critics_optimizer_differs_from_the_policys():
     built = build(changes, {"critic": {"optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.99]}}})
     assert built.critic.optimizer == config.OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.99), weight_decay=0.5)
     assert "critic.optimizer: is missing" in message(changes, {"critic": {}})
+
     changes["policy.optimizer.weights_dtype"] = "bf16"
     assert build(changes, {"critic": {"optimizer": {}}}).critic.optimizer.weights_dtype is None
 
@@ -435,6 +445,7 @@ def test_held_out_data_without_a_source_is_refused():
 def test_the_engine_of_evaluations_differs_or_is_whole():
     vllm = {"engine": {"name": "vllm", "dtype": "bf16", "quantization": "fp8"}}
     assert build(vllm).evaluation.engine is None
+
     other = build(vllm, {"evaluation.engine.quantization": None}).evaluation.engine
     assert (other.name, other.dtype, other.quantization) == ("vllm", "bf16", None)
     assert build({"engine": "vllm", "evaluation.engine.dtype": "bf16"}).evaluation.engine.name == "vllm"
@@ -480,6 +491,7 @@ def test_weights_reach_other_machines_through_a_folder():
         "engine": {"name": "vllm_server", "urls": ["http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:2"]}
     }
     engine = {"evaluation.engine": "transformers"}
+
     assert build(servers, engine).engine.weights_folder is None
     for far in ("http://gpu7:8000", "http://127.gpu7.org:8000"):
         urls = [*servers["engine"]["urls"], far]
@@ -489,10 +501,12 @@ def test_weights_reach_other_machines_through_a_folder():
 def test_a_task_by_name_has_that_tasks_settings():
     assert build().task == build({"task": "arithmetic"}).task == config_tasks.ArithmeticConfig()
     assert build({"task": "tool_arithmetic"}).task == config_tasks.ToolArithmeticConfig()
+
     tool = {"name": "tool_arithmetic", "max_operand": 12}
     assert build({"task": tool}).task == config_tasks.ToolArithmeticConfig(max_operand=12)
     assert build({"task.max_operand": 12}).task == config_tasks.ArithmeticConfig(max_operand=12)
     assert "min_terms 4 is above max_terms 3" in message({"task": tool | {"min_terms": 4}})
+
     text = message({"task": tool | {"max_operands": 12}})
     assert text.startswith("unknown setting 'task.max_operands'; did you mean 'task.max_operand'?")
 
@@ -504,11 +518,14 @@ def test_data_and_rewards_have_short_forms():
     task = build({"task": MATH}).task
     assert (task.train.source, task.test.source) == ("gsm8k", "math500")
     assert [reward.name for reward in task.rewards] == ["correct"]
+
     long = {
         "train": {"source": "gsm8k", "limit": 5},
         "rewards": [{"name": "correct"}, {"name": "format", "weight": 0.5}],
     }
+
     changed = build({"task": MATH, "task.train.limit": 5, "task.rewards": ["correct", "format"]}).task
+
     assert changed.train == build({"task": MATH | long}).task.train
     assert [(reward.name, reward.weight) for reward in build({"task": MATH | long}).task.rewards] == [
         ("correct", 1.0),
@@ -554,6 +571,7 @@ def test_another_source_replaces_its_block_and_the_same_not():
     assert merge(block, {"x": {"source": "gsm8k"}}) == {"x": {"source": "gsm8k"}}
     assert merge(block, {"x": "own.jsonl"}) == block
     assert merge(block, {"x": {"limit": 5}}) == {"x": block["x"] | {"limit": 5}}
+
     named = build({"task": MATH, "task.train": "math500"}).task.train
     assert build({"task": MATH, "task.train.limit": 5, "task.train.source": "math500"}).task.train == named
 
@@ -575,6 +593,7 @@ def test_merge_goes_down_and_leaves_its_arguments_alone():
     base = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
     changes = {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
     merged = merge(base, changes)
+
     assert merged == {"a": {"b": 1, "c": {"d": 3, "f": 4}}, "e": [3], "g": None}
     assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
     assert changes == {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
@@ -611,9 +630,11 @@ def test_overrides_beat_the_arm_and_the_arm_the_recipe():
         "description": "recipe",
         "arms": {"b": {"seed": 2, "description": "arm"}, "empty": None},
     }
+
     assert build_config(recipe).seed == 1
     assert build_config(recipe, "empty").seed == 1
     assert build_config(recipe, "b").seed == 2
+
     both = build_config(recipe, "b", [nest("seed", 3), nest("iterations", 9), nest("seed", 4)])
     assert (both.seed, both.description, both.iterations) == (4, "arm", 9)
 
@@ -625,10 +646,13 @@ def test_a_chosen_block_keeps_what_was_set_in_it_before(correction):
     for overrides in orders:
         found = build_config(RECIPE, None, overrides).objective.correction
         assert (found.name, found.cap) == ("tis", 5.0)
+
     later = [*typed, nest("objective.correction", {"name": "tis", "cap": 4.0})]
     assert build_config(RECIPE, None, later).objective.correction.cap == 4.0
+
     alone = [nest("rollout_model.share", 0.5), nest("rollout_model", None)]
     assert build_config(RECIPE, None, alone).rollout_model is None
+
     without = [nest("engine.draft.tokens", 4), nest("engine", {"name": "transformers", "draft": None})]
     assert build_config(RECIPE, None, without).engine.draft is None
 
@@ -638,6 +662,7 @@ def test_an_arm_may_exchange_the_correction():
         "objective": {"correction": {"name": "obrs", "lam": 2.0}},
         "arms": {"tis": {"objective": {"correction": {"name": "tis", "cap": 2.0}}}, "obrs": {}},
     }
+
     assert build_config(recipe, "tis").objective.correction == config.TISCorrection(cap=2.0)
     assert build_config(recipe, "obrs").objective.correction == config_corrections.OBRSCorrection(lam=2.0)
 
@@ -689,10 +714,12 @@ def test_settings_are_read_without_heavy_packages():
     modules = (path.relative_to(PACKAGE).with_suffix("").parts for path in sorted((PACKAGE / "config").rglob("*.py")))
     names = [".".join(["jackpot", *parts]).removesuffix(".__init__") for parts in modules]
     assert "jackpot.config.config" in names and "jackpot.config.recipes" in names
+
     bare = [name for name in names if not name.startswith("jackpot.config.recipes")]
     program = "\n".join(f"import {name}" for name in [*bare, "sys"]) + "\nassert 'yaml' not in sys.modules\n"
     program += "\n".join(f"import {name}" for name in names)
     program += "\nprint({'torch', 'transformers', 'numpy', 'rich', 'typer'} & sys.modules.keys())"
+
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
@@ -752,6 +779,7 @@ def test_a_default_is_written_once():
         if isinstance(field.default, int | float | str | bool) and name not in ("name", "seed")
     }
     names = {name for name, _ in defaults}
+
     repeated = [
         f"{path.relative_to(PACKAGE)}:{line} {name} = {value}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -759,6 +787,7 @@ def test_a_default_is_written_once():
         for line, name, value in parameter_defaults(ast.parse(path.read_text()), names)
         if (name, value) in defaults
     ]
+
     assert repeated == []
 
 

@@ -140,6 +140,7 @@ def test_a_block_is_found_with_choices_and_settings_below() -> None:
     assert {block.command for block in found} == {"train", "eval"}
     assert [name for name, _ in found[0].variants] == ["transformers", "vllm", "vllm_server", "sglang_server"]
     assert all(setting.key.startswith("engine.") for setting in below) and len(below) == 20
+
     below = find("task.rewards")[1]
     assert [setting.key for setting in below][:2] == ["task.rewards[].name", "task.rewards[].weight"]
     assert find("learners.0.autocast")[1] == [SETTINGS["learners[].autocast"]]
@@ -164,6 +165,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, message: str)
 
 def test_the_other_commands_show_what_they_have_in_addition() -> None:
     own, shared = own_settings("eval")
+
     assert {"model", "benchmarks", "k", "problems"} <= {setting.key for setting in own}
     assert shared == [
         "arithmetic",
@@ -182,17 +184,21 @@ def test_the_other_commands_show_what_they_have_in_addition() -> None:
 def test_the_command_prints_all_one_and_what_is_near(tmp_path: Path) -> None:
     everything = jackpot("config", "--all", cwd=tmp_path)
     assert everything.returncode == 0 and all(key in everything.stdout for key in settings("train"))
+
     short = jackpot("config", cwd=tmp_path, COLUMNS="80").stdout
     assert all(block in short for block in ("rollout_model", "objective", "placement", "jackpot mismatch"))
     assert "objective.clip_high" not in short and max(map(len, short.splitlines())) <= 80
+
     one = jackpot("config", "objective.correction.cap", cwd=tmp_path).stdout.splitlines()
     assert one[:3] == [
         "objective.correction.cap",
         "  values   number > 0 or null",
         "  default  3.0 (tis, min_prefix); 5.0 (drop); 2.0 (seq_tis, f_tis); 20.0 (dppo)",
     ]
+
     block = jackpot("config", "engine", cwd=tmp_path).stdout
     assert "`engine=vllm`: vLLM decodes in the learner's process" in block and "engine.max_num_seqs" in block
+
     wrong = jackpot("config", "clip_lo", cwd=tmp_path)
     assert (
         wrong.returncode == 2

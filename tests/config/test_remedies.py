@@ -425,6 +425,7 @@ def test_every_remedy_of_a_refusal_works(number: int) -> None:
                 accept(line, refused.ranks)
             except (ConfigError, EngineError) as error:
                 pytest.fail(f"{message}\n{alternative!r} was typed as {line}, and refused:\n{error}")
+
     assert refused.chosen.keys() <= set(alternatives(message)), message
 
 
@@ -450,13 +451,17 @@ def test_a_setting_of_another_choice_says_of_which(
 ) -> None:
     with pytest.raises(ConfigError) as error:
         resolve("quickstart", None, [setting])
+
     command = re.search(r"(jackpot config [\w.]+) says which have it", str(error.value))
     assert command
+
     monkeypatch.setattr("sys.argv", command[1].split())
     with pytest.raises(SystemExit):
         main()
+
     choice = re.search(rf"with {re.escape(block)}=(\w+)", capsys.readouterr().out)
     assert choice
+
     resolve("quickstart", None, [f"{block}={choice[1]}", "evaluation.engine=transformers", setting])
 
 
@@ -464,6 +469,7 @@ def test_a_setting_of_another_choice_says_of_which(
 def test_the_command_that_explains_settings_is_one(settings: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ConfigError) as error:
         resolve("quickstart", None, [settings])
+
     command = re.search(r"(jackpot config) explains each", str(error.value))
     assert command
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:

@@ -41,5 +41,6 @@ def test_an_inner_phase_that_ends_leaves_the_outer_name() -> None:
             pass
         with pytest.raises(KeyError), clocked("check"):
             raise KeyError
+
     outer = "generating rollouts"
     assert said == [outer, "scoring responses", outer, "checking the engine's log-probs", outer]

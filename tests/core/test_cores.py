@@ -69,6 +69,7 @@ def test_auto_looks_twice_and_warns_of_cores_that_stay_busy(looks, threads, mach
     machine(IDLE)
     seen = iter(looks)
     monkeypatch.setattr(cores, "free_cores", lambda: next(seen))
+
     assert cores.pick_threads("auto") == threads
     assert next(seen, None) is None
     assert [(record.levelname, record.args) for record in caplog.records] == (

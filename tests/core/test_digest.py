@@ -90,6 +90,7 @@ def test_it_does_not_depend_on_the_number_of_threads():
             found.add(digest_of(tensor))
     finally:
         torch.set_num_threads(threads)
+
     assert found == {plain_digest([("weight", tensor)])}
 
 
@@ -98,6 +99,7 @@ def test_it_is_of_row_major_values_however_they_lie_in_memory():
     wide = torch.zeros(30, 20, dtype=BRAIN)
     wide[:, 3:10] = tensor
     shifted = torch.cat([torch.ones(1, dtype=BRAIN), tensor.reshape(-1)])[1:].view(30, 7)  # begins within a word
+
     layouts = [tensor.T.contiguous().T, wide[:, 3:10], shifted, torch.nn.Parameter(tensor)]
     assert {digest_of(layout) for layout in layouts} == {plain_digest([("weight", tensor)])}
     assert digest_of(normal(1).expand(9)) == digest_of(normal(1).repeat(9))
@@ -118,6 +120,7 @@ def test_every_flipped_bit_is_noticed(dtype):
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         flipped.add(digest_of(torch.frombuffer(changed, dtype=dtype)))
+
     assert len(flipped | {digest_of(tensor)}) == 8 * len(data) + 1
 
 
@@ -178,6 +181,7 @@ def test_every_pair_of_signs_is_noticed():
             changed = tensor.clone()
             changed[[first, second]] *= -1
             digests.add(digest_of(changed))
+
     assert len(digests | {digest_of(tensor)}) == 40 * 39 // 2 + 1
 
 
@@ -198,6 +202,7 @@ def test_names_shapes_and_dtypes_count():
         digest_of(torch.zeros(5, dtype=BRAIN)),
         digest_of(torch.zeros(6, dtype=BRAIN)),
     ]
+
     assert len(set(different)) == len(different)
 
 
@@ -210,7 +215,9 @@ def test_watching_hands_tensors_on_and_adds_what_was_taken():
     named = [(f"{number}", normal(4, seed=number)) for number in range(5)]
     sent = WeightsDigest(FLOAT)
     stream = sent.watch(named)
+
     taken = [next(stream), next(stream)]
+
     assert all(ours[1] is theirs[1] for ours, theirs in zip(taken, named, strict=False))
     assert sent.hexdigest() == weights_digest(named[:2], FLOAT)
     assert [name for name, _ in stream] == ["2", "3", "4"]

@@ -23,6 +23,7 @@ def test_records_that_do_not_fit_wait_and_come_in_order(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="too large"):
                 file.append(record)
             assert file.path.read_bytes() == b"one\n"  # the two bytes that did fit are gone again
+
     file.append(b"four\n")
     assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\n" and not file.waiting
 
@@ -51,7 +52,9 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
         with hold_lock(path):
             os.write(tell, b"!")
             signal.pause()
+
     os.read(ready, 1)
+
     try:
         with pytest.raises(CheckpointError, match=rf"in use by process {child} on .*, or give another folder$"):
             hold_lock(path)
@@ -60,6 +63,7 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
         os.waitpid(child, 0)
     with hold_lock(path):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
+
     hold_lock(path).close()
 
 
@@ -82,6 +86,7 @@ def test_a_lease_stands_for_a_lock_where_there_are_none(tmp_path: Path, caplog: 
         with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on .*, or give another folder$"):
             hold_lock(path)
     assert "cannot lock" in caplog.text
+
     time.sleep(0.5)  # of the thread that renewed it
     hold_lock(path).close()  # nobody renews it
 

@@ -19,6 +19,7 @@ from jackpot.models.packed_row import pack_row
 
 def rollout() -> Rollout:
     prompt = Prompt(uid="p", text="2+3=\n", answer="5", token_ids=(5, 6), other_answers=("five",))
+
     return Rollout(
         uid="p#0",
         prompt=prompt,
@@ -97,10 +98,12 @@ def test_a_pickled_payload_is_refused_and_runs_nothing(
     file = tmp_path / "bomb"
     payload = dump(Bomb(file))
     message = len(payload).to_bytes(8, "little") + payload if is_framed else payload
+
     for one in (sealed(message), torch.frombuffer(bytearray(message), dtype=torch.uint8)):
         with pytest.raises(ValueError):
             unpack(one)
     assert not file.exists()
+
     pickle.loads(pickle.dumps(Bomb(file)))
     assert file.exists()
 
@@ -114,6 +117,7 @@ def test_a_number_format_is_one_of_torch(name: str) -> None:
 
 def test_a_message_with_one_other_byte_is_refused() -> None:
     message = pack({"ids": torch.arange(3), "seed": 12})
+
     for place in range(len(message)):
         message[place] ^= 1
         with pytest.raises(RankError, match="altered on its way"):

@@ -36,6 +36,7 @@ def test_a_mean_and_its_error_are_of_the_masked_entries():
     values, mask = sample()
     inside = values.numpy()[mask.numpy()]
     entry = Mean.of(values, mask)
+
     assert entry.count.item() == len(inside)
     assert entry.value.item() == pytest.approx(inside.mean(), rel=1e-13)
     assert entry.standard_error.item() == pytest.approx(inside.std() / math.sqrt(len(inside)), rel=1e-12)
@@ -49,7 +50,9 @@ def test_a_clustered_mean_is_the_ratio_estimator_of_responses():
     mean = y.sum() / n.sum()
     there = np.count_nonzero(n)
     error = math.sqrt(there / (there - 1) * ((y - mean * n) ** 2).sum()) / n.sum()
+
     entry = ClusteredMean.of(values[:9], mask[:9]) + ClusteredMean.of(values[9:], mask[9:])
+
     assert entry.value.item() == pytest.approx(mean, rel=1e-12)
     assert entry.standard_error.item() == pytest.approx(error, rel=1e-10)
     assert error > 1.5 * Mean.of(values, mask).standard_error  # tokens of a response are alike here
@@ -60,6 +63,7 @@ def test_a_clustered_mean_is_the_ratio_estimator_of_responses():
 def test_a_clustered_mean_of_one_response_has_no_error():
     values, mask = sample(shape=(1, 7))
     entry = ClusteredMean.of(values, mask)
+
     assert entry.estimate.error is None
     assert entry.estimate.value == pytest.approx(values[mask].mean().item(), rel=1e-12)
     assert ClusteredMean.of(values[0], mask[0]) == entry
@@ -136,8 +140,10 @@ def test_the_effective_size_is_of_weights_of_any_size(scale):
     values, mask = sample(2, (40, 6))
     inside = scale * values.numpy()[mask.numpy()]
     found = EffectiveSampleSize.of(scale * values, mask)
+
     assert found.value.item() == pytest.approx(effective(inside), rel=1e-9)
     assert 0.0 < found.value.item() <= 1.0 and found.count.item() == len(inside)
+
     parts = EffectiveSampleSize.of(scale * values[:7], mask[:7]) + EffectiveSampleSize.of(scale * values[7:], mask[7:])
     assert parts.value.item() == pytest.approx(found.value.item(), rel=1e-9)
 
@@ -199,7 +205,9 @@ def test_means_of_many_columns_and_masks_are_those_of_each(garbage):
     values, mask = sample(3, (6, 9))
     columns = {"value": torch.where(mask, values, garbage), "sign": values > 0}
     masks = {"": mask, "_positive": mask & (values > 0), "_none": mask & False}
+
     found = means(columns, masks)
+
     assert found.keys() == {one + other for one in columns for other in masks}
     for column, entries in columns.items():
         for name, of in masks.items():
@@ -210,6 +218,7 @@ def test_means_of_many_columns_and_masks_are_those_of_each(garbage):
 def test_the_host_waits_only_to_read_all_metrics_at_once():
     values, mask = sample()
     kinds = (Mean, ClusteredMean, Max, EffectiveSampleSize, Histogram)
+
     with waits() as found:
         sums = {kind.__name__: kind.of(values, mask) for kind in kinds} | {"Sum": Sum.of(mask)}
         whole = add_sums(sums | means({"some": values}, {"": mask}), sums, {"Mean": sums["Mean"]})
@@ -225,6 +234,7 @@ def test_many_sets_of_metrics_add_up_as_two_and_two_do():
     first, second = rank_sums(0), rank_sums(1) | {"more": Sum.number(2.0)}
     pairs = add_sums(add_sums(first, second), first)
     assert pairs["more"].value == 2.0 and pairs["mean"].count == 2 * first["mean"].count + second["mean"].count
+
     many = add_sums(first, {}, second, first)
     assert many.keys() == pairs.keys()
     for name in pairs:
@@ -257,7 +267,9 @@ def test_two_ranks_hold_the_sums_of_both(tmp_path):
         rank.start()
     for rank in ranks:
         rank.join(90)
+
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
     (values, mask), (more, mask_too) = sample(0), sample(1)
     both = np.concatenate([values[mask].numpy(), more[mask_too].numpy()])
     for rank in (0, 1):

@@ -23,6 +23,7 @@ def batch(rollout_ids, policy_ids, p_inf=P_INF, p_new=P_NEW, old=None) -> Respon
         "policy_top_ids": [policy_ids],
         "policy_top_log_probs": [[math.log(p_new[token]) for token in policy_ids]],
     }
+
     return collate([response_of(record, "here", 0)])
 
 
@@ -40,9 +41,11 @@ def test_tokens_in_both_lists_stay_and_all_others_are_one(monkeypatch):
 def test_lists_that_hold_too_little_give_z_and_no_sums():
     found = saved_distributions(batch([0, 1, 2], [3, 1, 0]))
     assert found.known is None
+
     z = z_of(found, batch([0, 1, 2], [3, 1, 0]), 1.0, "new")
     assert z.value.tolist() == [[pytest.approx(0.2 + 0.3 + 0.2)]]  # the rest is 0.2 and 0.5
     assert saved_distributions(batch([0, 1, 2, 3], [3, 2, 1, 0])).known is not None
+
     sure = [0.5, 0.5, 1e-9, 1e-9]  # the writer's two tokens are all of it, and half of the policy's
     assert saved_distributions(batch([0, 1], [1, 0], p_inf=sure)).known is None
 
@@ -51,8 +54,10 @@ def test_the_old_policys_distribution_is_found_where_it_can_be():
     every = [0, 1, 2, 3]
     first_step = saved_distributions(batch(every, every)).known
     assert torch.equal(first_step.old, first_step.new)
+
     stale = saved_distributions(batch(every, every, old=P_INF[0])).known
     assert torch.equal(stale.old, stale.rollout)
+
     neither = batch(every, every, old=0.4)
     assert saved_distributions(neither).known.old is None
     assert z_of(saved_distributions(neither), neither, 1.0, "old") is None

@@ -39,6 +39,7 @@ def test_every_token_comes_back(name, trained, tmp_path):
     exported = export_rollouts(trained, name, tmp_path / "out")
     form, there = read(tmp_path / "out")
     _, ours = read(trained)
+
     assert form == name and exported.responses == len(there) == len(ours) == 16
     assert exported.tokens == sum(len(one.token_ids) for one in ours)
     assert len(exported.files) == 2 and all(file.is_file() for file in exported.files)
@@ -56,6 +57,7 @@ def test_a_tools_tokens_stay_masked(finished_run: FinishedRuns, tmp_path):
     """Their log-probs are no ratio of two models."""
     run = finished_run("task.name=tool_arithmetic", "iterations=1", "rollouts.every=1", "evaluation.problems=1")
     _, ours = read(run)
+
     assert not all(one.sampled_mask.all() for one in ours)
     for name in WRITABLE:
         export_rollouts(run, name, tmp_path / name)
@@ -78,6 +80,7 @@ def test_what_cannot_be_exported_is_refused_by_name(trained, tmp_path):
         export_rollouts(trained, "verrl", tmp_path / "out")
     with pytest.raises(CheckpointError, match="is not a run folder"):
         export_rollouts(tmp_path, "verl", tmp_path / "out")
+
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     with pytest.raises(ConfigError, match="give --out a folder that is empty"):
@@ -89,12 +92,15 @@ def test_damaged_files_are_named_and_the_others_exported(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
     first, second = sorted((run / "rollouts").iterdir())
     second.write_bytes(second.read_bytes()[:500])
+
     exported = export_rollouts(run, "verl", tmp_path / "out")
     assert len(exported.files) == 1 and "iteration-000002.parquet cannot be read" in exported.problems[0]
+
     table = pq.read_table(first)
     pq.write_table(table.drop_columns("old_log_probs"), first)
     with pytest.raises(DataError, match=r"has no saved rollouts to export: .*old_log_probs"):
         export_rollouts(run, "verl", tmp_path / "again")
+
     first.unlink()
     second.unlink()
     with pytest.raises(DataError, match=r"has no saved rollouts to export: rollouts\.every"):
@@ -105,11 +111,14 @@ def test_a_bundle_has_one_step_or_one_response_and_its_settings(trained, tmp_pat
     step = export_rollouts(trained, "jackpot", tmp_path / "step", iteration=2)
     [file] = step.files
     assert step.responses == 8 and pq.read_schema(file).metadata[b"schema_version"] == b"1"
+
     whole = trained / "rollouts" / file.name
     assert pq.read_table(file).equals(pq.read_table(whole)) and replay(file, names=["none"]).format == "jackpot"
+
     uid = pq.read_table(whole)["uid"].to_pylist()[3]
     [alone] = export_rollouts(trained, "jackpot", tmp_path / "alone", sample=uid).files
     assert pq.read_table(alone).equals(pq.read_table(whole).slice(3, 1))
+
     [line] = export_rollouts(trained, "verl", tmp_path / "line", sample=uid).files
     assert json.loads(line.read_text())["uid"] == uid
     with pytest.raises(DataError, match="iteration 3 is not saved; saved are 1, 2"):
@@ -122,13 +131,17 @@ def test_rewards_are_computed_again_from_a_bundle(finished_run: FinishedRuns, tm
     overlong = "objective.overlong_buffer={len: 6, penalty_factor: 0.5}"
     run = finished_run(*SETTINGS, overlong)
     [file] = export_rollouts(run, "jackpot", tmp_path / "bundle", iteration=1).files
+
     again = score_again(file)
     assert len(again) == 8 and all(one.is_same for one in again) and min(one.saved for one in again) < 0.0
+
     table = pq.read_table(file)
     rewards = table["reward"].to_pylist()
     wrong = table.set_column(table.column_names.index("reward"), "reward", pa.array([rewards[0] + 1.0, *rewards[1:]]))
     pq.write_table(wrong, file)
+
     first, *others = score_again(file)
+
     assert (first.saved, first.now) == (rewards[0] + 1.0, rewards[0]) and all(one.is_same for one in others)
     with pytest.raises(DataError, match="leave out --rewards"):
         score_again(write(tmp_path / "a.jsonl", records(noise(0.3), responses=1)))

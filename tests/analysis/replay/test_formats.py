@@ -63,6 +63,7 @@ def verl(folder: Path, **left_out) -> Path:
     }
     lines = [{name: column[row] for name, column in columns.items() if name not in left_out} for row in range(2)]
     (folder / "3.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
     return folder
 
 
@@ -85,6 +86,7 @@ def trl(folder: Path, **left_out) -> Path:
     }
     table = pa.table({name: column for name, column in columns.items() if name not in left_out})
     pq.write_table(table, folder / "completions" / "completions_00003.parquet")
+
     return folder
 
 
@@ -128,6 +130,7 @@ def slime(folder: Path, **left_out) -> Path:
     ]
     samples = [{name: value for name, value in one.items() if name not in left_out} for one in samples]
     torch.save({"format_version": 2, "rollout_id": 3, "samples": samples}, folder / "3.pt")
+
     return folder
 
 
@@ -151,6 +154,7 @@ def prime_rl(folder: Path, **left_out) -> Path:
         lines.append({name: column for name, column in line.items() if name not in left_out})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "token_exports" / "step_3" / "rank_3.jsonl").write_text(text)
+
     return folder
 
 
@@ -171,6 +175,7 @@ def skyrl(folder: Path, **left_out) -> Path:
     columns = {name: column for name, column in columns.items() if name not in left_out}
     path = folder / "dumped_data" / "global_step_3_training_input.pkl"
     path.write_bytes(skyrl_pickle({name: one if one is None else one[[0, 1, 0]] for name, one in columns.items()}))
+
     return folder
 
 
@@ -248,6 +253,7 @@ def sampled(response: SavedResponse, column: torch.Tensor) -> list[float]:
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_dump_is_recognised_and_read_token_by_token(name, tmp_path):
     found, responses, told = read(WRITERS[name](tmp_path / name))
+
     assert (found, told) == (name, []) and len(responses) == 2
     for row, one in enumerate(responses):
         kept = [place for place, mask in enumerate(MASKS[row]) if mask]
@@ -279,6 +285,7 @@ def test_what_verl_and_trl_write_themselves_is_refused_by_name(tmp_path):
     columns = ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs", "old_log_probs")
     with pytest.raises(DataError, match=r"lacks responses, response_mask, rollout_log_probs; it has .*input"):
         replay(verl(tmp_path / "verl", **dict.fromkeys((*columns, "advantages"))))
+
     columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "sampling_per_token_logps")
     with pytest.raises(DataError, match="lacks completion_ids, completion_mask, sampling_per_token_logps"):
         replay(trl(tmp_path / "trl", **dict.fromkeys((*columns, "old_per_token_logps"))))
@@ -300,7 +307,9 @@ def test_slimes_dump_of_rollouts_is_read_as_far_as_it_goes(tmp_path):
     }
     torch.save({"rollout_id": 3, "samples": [sample]}, tmp_path / "3.pt")
     torch.save({"rollout_id": 3, "samples": [sample]}, tmp_path / "eval_3.pt")
+
     name, responses, _ = read(tmp_path)
+
     assert name == "slime" and len(responses) == 1  # what was evaluated is not trained on
     assert responses[0].token_ids.tolist() == RESPONSES[0] and responses[0].sampled_mask.all()
     assert responses[0].old_log_probs is None
@@ -313,6 +322,7 @@ def test_a_batch_that_trl_wrote_twice_is_read_once(tmp_path):
     pq.write_table(again, folder / "completions_00004.parquet")
     other = again.set_column(again.column_names.index("advantage"), "advantage", pa.array([0.25, -0.25]))
     pq.write_table(other, folder / "completions_00005.parquet")
+
     _, responses, told = read(tmp_path / "trl")
     assert [one.advantages[0].item() for one in responses] == [0.5, -0.5, 0.25, -0.25] and told == []
 
@@ -355,6 +365,7 @@ def test_responses_without_a_policy_are_left_out_and_told(tmp_path):
     lines = list(records(noise(0.3)))
     for name in ("old_log_probs", "log_probs"):
         del lines[4][name]
+
     found = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
     assert float(found.run["responses"].value) == 59 and found.unreadable == 1
     assert "no log-probs of the policy" in found.problems[0] and "response 4" in found.problems[0]
@@ -367,7 +378,9 @@ def test_a_look_at_a_checkpoint_reads_none_of_its_tensors(tmp_path):
         place = file.read().index(torch.ones(1000).numpy().tobytes())
         file.seek(place)
         file.write(torch.full((1000,), 2.0).numpy().tobytes())
+
     assert content["weight"].eq(2.0).all()
+
     torch.save({"weight": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert torch_file(tmp_path / "old.pt", print)["weight"].eq(1.0).all()
 
@@ -386,8 +399,10 @@ def test_damaged_lines_are_named_and_the_rest_is_replayed(tmp_path):
     above = json.loads(lines[3]) | {"rollout_log_probs": [0.5] * 20}
     broken = [json.dumps(short), json.dumps(nan), json.dumps(above), lines[4][:100]]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines[10:], *broken]))
+
     found = replay(tmp_path, names=["none"])
     assert found.unreadable == 4 and float(found.run["responses"].value) == 50
+
     text = "\n".join(found.problems)
     assert "rollout_log_probs has 1 entries, there are 20 token_ids" in text and "old_log_probs has nan at" in text
     assert "these are probabilities; write their logarithm" in text and "a.jsonl line 54 is no JSON" in text
@@ -399,6 +414,7 @@ def test_a_response_that_lacks_a_column_is_left_out_and_named(tmp_path):
     aborted = {"tokens": [1], "response_length": 0, "rollout_log_probs": None}
     torn = content["samples"][0] | {"response_lengths": None}
     torch.save(content | {"samples": [aborted, *content["samples"], torn]}, folder / "3.pt")
+
     _, responses, told = read(folder)
     assert len(responses) == 2 and len(told) == 2
     assert "response 3: TypeError" in told[0] and "response 0 lacks rollout_log_probs" in told[1]
@@ -408,11 +424,14 @@ def test_a_damaged_file_is_named_and_its_code_is_never_run(tmp_path):
     slime(tmp_path / "slime")
     (tmp_path / "slime" / "4.pt").write_bytes(b"nothing")
     torch.save({"samples": [Path("/")]}, tmp_path / "slime" / "5.pt")
+
     _, responses, told = read(tmp_path / "slime")
     assert len(responses) == 2 and len(told) == 2 and "4.pt" in told[0] and "5.pt" in told[1]
+
     trl(tmp_path / "trl")
     (tmp_path / "trl" / "completions" / "completions_00004.parquet").write_bytes(b"PAR1 nothing")
     _, responses, told = read(tmp_path / "trl")
+
     assert len(responses) == 2 and "completions_00004.parquet" in told[0]
 
 
@@ -458,6 +477,7 @@ def test_experiences_of_unequal_columns_cost_some_rows(tmp_path):
     [batch] = torch.load(folder / "experience_3.pt")
     short = batch | {"action_mask": batch["action_mask"][:1]}
     torch.save([short, batch | {"sequences": 3}, batch | {"advantages": torch.tensor(1.0)}], folder / "experience_3.pt")
+
     _, responses, told = read(folder)
     assert len(responses) == 3  # one of the first batch, both of the third
     assert len(told) == 2 and "lacks action_mask" in told[0] and "lacks sequences" in told[1]
@@ -468,8 +488,10 @@ def test_lines_nested_without_end_are_named_and_counted(tmp_path):
     deep = "[" * 100_000
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*lines, *[deep] * 25]))
+
     found = replay(path, names=["none"])
     assert found.unreadable == 25 and float(found.run["responses"].value) == 60
+
     [problem] = found.problems
     assert "a.jsonl line 61 is no JSON" in problem and problem.endswith("(and 24 more like this)")
 
@@ -480,6 +502,7 @@ def test_a_column_of_another_length_than_the_tokens_is_named(name, tmp_path):
     first, second = map(json.loads, (folder / "3.jsonl").read_text().splitlines())
     first[name] = [*first[name], 0]
     (folder / "3.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (first, second)))
+
     _, responses, told = read(folder)
     assert len(responses) == 1 and len(told) == 1 and name in told[0] and "entries, there are" in told[0]
 
@@ -526,6 +549,7 @@ def test_a_batch_that_repeats_one_row_is_refused():
 
 def test_what_no_format_knows_is_refused_with_the_columns(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
+
     with pytest.raises(DataError, match=r"token_ids .*of the response"):
         replay(tmp_path)
     with pytest.raises(DataError, match="lacks token_ids, rollout_log_probs; it has text"):
@@ -538,6 +562,7 @@ def test_what_a_model_cannot_read_is_refused(tmp_path):
     bare = write(tmp_path / "bare.jsonl", records(noise(0.3), responses=1))
     with pytest.raises(DataError, match="has no prompt_ids"):
         replay(bare, model="starter:policy")
+
     line = next(records(noise(0.3), responses=1)) | {"prompt_ids": [99]}
     with pytest.raises(DataError, match="token id 99 in response 0 or its lists, but --model has 32 tokens"):
         replay(write(tmp_path / "other.jsonl", iter([line])), model="starter:policy")

@@ -30,6 +30,7 @@ def states() -> StateDistributions:
         for _ in range(2)
     )
     advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+
     return StateDistributions(
         at=torch.ones(1, STATES, dtype=torch.bool),
         held=torch.ones(STATES, dtype=torch.bool),
@@ -79,6 +80,7 @@ def by_hand(setting: CorrectionSetting, states: StateDistributions):
         both += (mean * target).sum(-1).mean()
         exact += target.square().sum(-1).mean()
         noise += (squares - mean.square().sum(-1)).mean()
+
     return estimator, both, exact, noise
 
 
@@ -92,10 +94,12 @@ def test_the_sums_are_those_of_training_loss_enumerated(label, states):
     found = of_states(SETTINGS[label], states)
     estimator, both, exact, noise = by_hand(SETTINGS[label], states)
     within = {"rel": 0.02 if label in SAMPLED else 1e-9}  # 200 coins are not all coins
+
     assert float(found["exact"].value) == pytest.approx(float(exact), rel=1e-9)
     assert float(found["estimator"].value) == pytest.approx(float(estimator), **within)
     assert float(found["product"].value) == pytest.approx(float(both), **within)
     assert float(found["noise"].value) == pytest.approx(float(noise), **within)
+
     bias = float((1 - both**2 / (estimator * exact)).clamp(min=0).sqrt())
     assert exact_numbers(found)["bias"] == pytest.approx(bias, abs=0.02)
 
@@ -105,6 +109,7 @@ def test_importance_sampling_has_neither_bias_nor_drift(states):
     numbers = exact_numbers(found)
     assert numbers["bias"] == pytest.approx(0.0, abs=1e-7) and numbers["drift"] == pytest.approx(0.0, abs=1e-7)
     assert float(found["product"].value) == pytest.approx(float(found["exact"].value))
+
     own = replace(states, rollout=states.new)
     assert exact_numbers(of_states(SETTINGS["is"], own))["variance"] == pytest.approx(1.0)
 
@@ -116,6 +121,7 @@ def test_drift_without_a_correction_is_a_pull_to_the_sampler(states):
     pull = (squares * (states.rollout.exp() - states.new.exp()).square().sum(-1)).sum()
     exact = found["exact"].value
     scale = found["product"].value / exact
+
     assert exact_numbers(found)["drift"] == pytest.approx(float((pull / (scale**2 * exact)).sqrt()))
 
 
@@ -124,9 +130,11 @@ def test_expected_obrs_is_truncated_importance_sampling_on_z_rho(states):
     setting = SETTINGS["obrs expected"]
     found = factors(setting, inputs(setting, states, 0.5), states.new, None, {})
     z = exact_z(states.rollout, states.new, 1.0).unsqueeze(-1)
+
     expected = (z * (states.new - states.rollout).exp()).clamp(max=3.0)
     torch.testing.assert_close(found.mean, expected)
     torch.testing.assert_close(found.square, expected.square())
+
     sampled = factors(SETTINGS["obrs"], inputs(SETTINGS["obrs"], states, 0.5), states.new, None, {})
     torch.testing.assert_close(sampled.mean, expected)
     assert (sampled.square >= found.square - 1e-12).all() and (sampled.square > found.square + 1e-3).any()
@@ -139,7 +147,9 @@ def test_ppos_clip_goes_by_the_sign_of_the_advantage():
     mask = torch.ones_like(new, dtype=torch.bool)
     given = inputs_of(setting, rollout, rollout, new, mask, known_z(torch.ones_like(new)))
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+
     found = factors(setting, given, new, advantages, {})
+
     assert found.clipped.tolist() == [[1.0, 0.0, 0.0, 1.0]]
     torch.testing.assert_close(found.mean, new.exp() * (1.0 - found.clipped))
     assert factors(setting, given, new, None, {}).clipped.tolist() == [[0.5] * 4]
@@ -155,6 +165,7 @@ def test_another_surrogate_is_judged_as_training_maximizes_it(surrogate):
     mask = torch.ones_like(new, dtype=torch.bool)
     given = inputs_of(setting, rollout, rollout, new, mask, known_z(torch.ones_like(new)))
     found = factors(setting, given, new, torch.ones_like(new), {})
+
     mean = new.mean().exp().expand_as(new)  # inside of the clip of 0.2
     torch.testing.assert_close(found.mean, new.exp().clamp(max=1.2) if surrogate == "cispo" else mean)
     assert setting.weighs_whole_responses == (surrogate == "gspo")

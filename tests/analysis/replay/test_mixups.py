@@ -87,10 +87,12 @@ def test_without_padding_the_ids_tell_which_is_shifted(tmp_path):
         ours, theirs = (values - 0.1 * torch.rand(30, generator=generator, dtype=torch.float64) for _ in range(2))
         line = {"uid": str(number), "token_ids": ids[:-1].tolist()}
         lines.append(line | {ENGINE: ours[:-1].tolist(), POLICY: theirs[1:].tolist()})
+
     assert (
         f"{POLICY} (the policy's) has at each token the log-prob of the next token"
         in said(lines, tmp_path)["Fix first"]
     )
+
     lines = [line | {"token_ids": [7] * 29} for line in lines]  # which say nothing
     assert f"{POLICY} (the policy's) is one token ahead of {ENGINE}" in said(lines, tmp_path)["Fix first"]
 
@@ -140,6 +142,7 @@ def test_healthy_dumps_are_not_accused(two, cold, tmp_path):
     healthy |= {f"logits off by {size}": list(records(noise(size), lists=False)) for size in (0.02, 0.3, 0.8, 5.0)}
     healthy |= {"stale": list(records(noise(0.4), stale=True)), "a tail": list(records(discovered(0.1, 8.0)))}
     words = ("shifted", "swapped", "temperatures", "nothing to do")
+
     for name, lines in healthy.items():
         text = said(lines, tmp_path)
         assert "Precision" not in text, name

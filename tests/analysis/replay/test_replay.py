@@ -65,9 +65,11 @@ def test_a_mild_gap_needs_tis_and_nothing_more(mild):
 def test_weights_of_a_heavy_tail_cost_more_than_they_correct(tmp_path):
     found = of(tmp_path, discovered(share=0.1, lift=8.0), names=[*SIMPLE, "is", "f_tis", "obrs"])
     assert found.answer.settings == {"name": "tis"}
+
     left = {name: candidates(found, name).tv_after_correction.value for name in ("none", "tis", "obrs expected")}
     assert left["none"] > 2 * left["tis"] > 4 * left["obrs expected"]
     assert candidates(found, "is").effective.value < 0.1  # the weights of a tail eat the batch
+
     sampled = candidates(found, "f_tis")  # which reads whole responses, and misses a tail that was not sampled
     assert sampled.known == 0.0 and sampled.tv_after_correction.value < 0.001 and not sampled.advisable
 
@@ -75,6 +77,7 @@ def test_weights_of_a_heavy_tail_cost_more_than_they_correct(tmp_path):
 def test_the_sampled_mask_of_obrs_is_never_recommended(tmp_path):
     found = of(tmp_path, noise(0.8), names=WITH_MASK)
     sampled, expected = candidates(found, "obrs"), candidates(found, "obrs expected")
+
     assert sampled.tv_after_correction.value == pytest.approx(expected.tv_after_correction.value)
     assert sampled.effective.value < 0.95 * expected.effective.value
     for more in (1.0, 0.5):  # also where the mask makes no difference
@@ -101,6 +104,7 @@ def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
 def test_stale_text_needs_a_correction_to_the_new_policy(tmp_path):
     found = of(tmp_path, noise(0.4), names=WITH_MASK, stale=True)
     assert found.answer.settings == {"name": "tis", "proximal": "new"}
+
     heavy = of(tmp_path, discovered(share=0.1, lift=8.0), names=SIMPLE, stale=True)
     assert heavy.answer.settings == {"name": "tis", "proximal": "new"}
     assert (
@@ -164,6 +168,7 @@ def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
 def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
     assert {one.setting.name for one in mild.corrections} == set(CORRECTIONS)
     assert mild.left_out == ()
+
     bare = of(tmp_path, noise(0.3), lists=False)
     assert set(CORRECTIONS) - {one.setting.name for one in bare.corrections} == {"obrs", "reweight_only", "z_only"}
     assert any("obrs" in text and "top-k lists" in text for text in bare.left_out)
@@ -174,6 +179,7 @@ def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
 def test_the_sampled_variation_is_never_far_too_small(tmp_path, size):
     """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
     found = of(tmp_path, noise(size), names=BY_TOKEN, responses=20, length=150)
+
     for one in found.corrections:
         label, means = one.setting.label, {name: float(entry.value) for name, entry in one.sums.items()}
         if size == 0.3:
@@ -220,7 +226,9 @@ def test_tokens_whose_lists_hold_little_count_as_others_do(tmp_path):
     lines = list(partly_known(0.6))
     found = replay(write(tmp_path / "a.jsonl", (line for line, _ in lines)), names=SIMPLE)
     gap = sum(apart for _, apart in lines) / len(lines)
+
     none = candidates(found, "none")
+
     assert 0.5 < none.known < 0.7
     assert gap > 0.1 and none.tv_after_correction.value == pytest.approx(gap, rel=0.08)
     assert found.answer.verdict == "correct" and "and sampled at the others" in found.answer.sentence
@@ -232,6 +240,7 @@ def test_wrong_log_probs_are_noticed_beside_lists_that_hold_most(tmp_path):
         wide = [min(row) > -6.0 for row in line["rollout_top_log_probs"]]
         pairs = zip(line["rollout_log_probs"], wide, strict=True)
         line["rollout_log_probs"] = [value / 1.5 if is_wide else value for value, is_wide in pairs]
+
     found = replayed(tmp_path, lines, names=SIMPLE)
     assert found.answer.verdict == "cannot tell" and "must be 1" in found.answer.sentence
 
@@ -246,6 +255,7 @@ def test_corrections_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
         line["old_log_probs"] = [value - 0.05 for value in line["log_probs"]]
     found = replayed(tmp_path, fresh + stale, names=WITH_MASK)
     labels = {one.label for one in found.answer.candidates}
+
     assert "obrs expected" not in labels and {"none", "tis", "obrs new expected"} <= labels
     assert candidates(found, "tis").known == pytest.approx(0.5) and candidates(found, "tis new").known == 1.0
     assert any("obrs expected" in text and "1,200 of 2,400 tokens" in text for text in found.left_out)
@@ -266,6 +276,7 @@ def test_the_stale_variation_is_between_old_and_new_policy(tmp_path):
         }
         lines.append({"uid": str(number), "token_ids": ids[:, 0].tolist(), **columns})
         apart.append((old.exp() - new.exp()).abs().sum(-1).mean() / 2.0)
+
     found = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
     assert float(found.run["total_variation_stale"].value) == pytest.approx(float(torch.stack(apart).mean()), rel=0.06)
 
@@ -274,7 +285,9 @@ def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypa
     path = write(tmp_path / "synthetic.jsonl", records(noise(0.3)))
     whole = replay(path, names=["tis", "is"])
     monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
+
     small = replay(path, names=["tis", "is"])
+
     for one, other in zip(whole.answer.candidates, small.answer.candidates, strict=True):
         assert other.tv_after_correction.value == pytest.approx(one.tv_after_correction.value, abs=1e-9)
         assert other.effective.value == pytest.approx(one.effective.value)
@@ -284,6 +297,7 @@ def test_the_gaps_of_the_first_and_the_last_file_are_given(tmp_path):
     for step, size in ((1, 0.0), (2, 3.0), (10, 0.3)):
         write(tmp_path / f"{step}.jsonl", records(noise(size), seed=step, lists=False))
     found = dict(replay(tmp_path, names=["none"]).ends)
+
     alone = replay(tmp_path / "10.jsonl", names=["none"])
     assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["total_variation"].value))}
     assert len(alone.ends) == 1
@@ -294,8 +308,10 @@ def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
     for line in lines:
         del line["log_probs"]
         line["old_log_probs"] = list(line["rollout_log_probs"])
+
     found = replayed(tmp_path, lines, names=SIMPLE)
     assert found.answer.verdict == "cannot tell" and "copy of the engine's" in found.answer.sentence
+
     lines[7]["old_log_probs"][3] -= 1e-6
     assert replayed(tmp_path, lines, names=SIMPLE).answer.verdict == "none needed"
 
@@ -353,7 +369,9 @@ def test_what_has_no_sampled_token_or_is_no_object_is_counted(tmp_path):
         line["sampled_mask"] = [False] * 20
     path = write(tmp_path / "synthetic.jsonl", iter(lines))
     path.write_text(path.read_text() + "[1, 2]\n" * 30 + "null\n\n")
+
     found = replay(path, names=["none"])
+
     assert float(found.run["responses"].value) == 20 and any("40 responses" in text for text in found.left_out)
     assert found.unreadable == 31 and "line 61 is no JSON object" in found.problems[0]
     with pytest.raises(DataError, match="40 responses: they have no sampled token"):
@@ -374,6 +392,7 @@ def test_positions_without_a_correction_are_empty(tmp_path):
     tables = {item.title: item for item in corrections(found).items}
     by_band = tables["Rejected, by position and by the policy's entropy (H, nats)"]
     column = by_band.columns.index("at 64-255")
+
     shown = {row[0].split(",")[0]: row[column] for row in by_band.rows}
     assert shown["obrs"] == "" and shown["icepop"].endswith("%")
 
@@ -382,6 +401,7 @@ def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
     lines = list(records(noise(0.3)))
     for name in [name for name in lines[0] if "top" in name]:
         del lines[0][name]
+
     found = replayed(tmp_path, lines, names=WITH_MASK)
     assert candidates(found, "tis").known == pytest.approx(59 / 60) and found.answer.correction == "tis"
     assert any("obrs" in text and "1,180 of 1,200 tokens" in text for text in found.left_out)
@@ -389,6 +409,7 @@ def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
 
 def test_names_that_do_not_exist_are_refused(tmp_path):
     path = write(tmp_path / "synthetic.jsonl", records(noise(0.3), responses=1))
+
     with pytest.raises(ConfigError, match="unknown correction 'tiss'; did you mean 'tis'"):
         replay(path, names=["tiss"])
     with pytest.raises(ConfigError, match="unknown format 'verll'"):

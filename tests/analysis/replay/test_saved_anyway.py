@@ -31,6 +31,7 @@ def test_prime_rls_other_losses_and_infinite_numbers_are_told(tmp_path):
     echo = good | {"rl_weights": [0.0, 1.0, 0.0], "inference_logprobs": [None, -1.0, None]}
     infinite = good | {"trainer_logprobs": [0.0, None, -1.0]}
     lines(tmp_path / "step_1" / "rank_0.jsonl", good, echo, infinite)
+
     _, found, told = read(tmp_path)
     assert [one.sampled_mask.tolist() for one in found] == [[True, True], [True, False]]
     assert len(told) == 1 and "log_probs has nan at a sampled token" in told[0] and "step_1/rank_0.jsonl" in told[0]
@@ -47,10 +48,13 @@ def test_areals_text_is_read_with_the_line_to_add_alone(tmp_path):
     with pytest.raises(DataError, match="lacks input_ids, loss_mask, logprobs; it has") as error:
         replay(tmp_path)
     assert str(error.value).endswith(FORMATS["areal"].how)
+
     more = {"input_ids": [7, 8, 1, 6, 2], "loss_mask": [0, 0, 1, 0, 1], "logprobs": [0.0, 0.0, -0.5, 0.0, -1.0]}
     lines(path, AREAL | more)
     lines(tmp_path / "eval-rollout" / "1" / "4.jsonl", AREAL | more)
+
     name, [one], told = read(tmp_path)
+
     assert (name, told) == ("areal", []) and one.uid == "4/1"
     assert one.prompt_ids.tolist() == [7, 8] and one.token_ids.tolist() == [1, 6, 2]
     assert one.rollout_log_probs[one.sampled_mask].tolist() == [-0.5, -1.0]
@@ -61,7 +65,9 @@ def test_verls_default_trainer_logs_rows_without_padding(tmp_path):
     row |= {"prompts": [7, 8], "responses": [1, 6, 2], "response_mask": [1, 0, 1]}
     row |= {"rollout_log_probs": [-0.5, 0.0, -1.0], "old_log_probs": [-0.6, 0.0, -1.1], "advantages": [1.0, 0.0, 1.0]}
     lines(tmp_path / "3.jsonl", row)
+
     name, [one], told = read(tmp_path)
+
     assert (name, told, one.uid) == ("verl", [], "u_0_0")
     assert one.prompt_ids.tolist() == [7, 8] and one.token_ids.tolist() == [1, 6, 2]
     assert one.old_log_probs[one.sampled_mask].tolist() == [-0.6, -1.1]
@@ -109,5 +115,6 @@ def test_a_pickle_runs_no_code(tmp_path):
     with pytest.raises(DataError, match="it holds no batch of SkyRL"):
         read(path)
     assert not (tmp_path / "ran").exists()
+
     pickle.loads(path.read_bytes())
     assert (tmp_path / "ran").exists()

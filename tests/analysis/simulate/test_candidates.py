@@ -58,7 +58,9 @@ def test_states_are_both_models_softmax_at_every_sampled_token(monkeypatch: pyte
     tool = rollouts[2].sampled_mask.clone()
     tool[2:5] = False
     rollouts[2] = replace(rollouts[2], sampled_mask=tool)
+
     chunks = list(pair_states(policy, writer, rollouts, TEMPERATURE))
+
     assert max(map(len, chunks)) == 3 and sum(map(len, chunks)) == 15
     for model, name in ((writer, "rollout"), (policy, "target")):
         expected = np.concatenate(
@@ -72,6 +74,7 @@ def test_states_are_both_models_softmax_at_every_sampled_token(monkeypatch: pyte
         found = torch.cat([getattr(chunk, name) for chunk in chunks])
         assert found.dtype == torch.float64
         np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
+
     written = torch.cat([one.token_ids[one.sampled_mask] for one in rollouts])
     assert torch.cat([chunk.token_ids for chunk in chunks])[:, 0].equal(written)
 
@@ -83,6 +86,7 @@ def test_a_longer_output_layer_is_read_as_in_a_run(tmp_path: Path) -> None:
     for path in ("starter:rollout_model", str(tmp_path)):
         [one] = simulate_candidates(config, [path], prompts=2, seed=4)
         found.append(replace(one, name="", parameters=0, answer={}))
+
     assert found[0] == found[1]
 
 
@@ -142,6 +146,7 @@ def test_a_candidate_has_the_means_over_what_it_wrote() -> None:
 @pytest.mark.usefixtures("few_corrections")
 def test_a_closer_candidate_has_a_smaller_gap() -> None:
     same, other = simulate_candidates(small_config(), ["starter:policy", "starter:rollout_model"], prompts=4, seed=0)
+
     assert (same.name, other.name) == ("starter:policy", "starter:rollout_model")
     assert (
         same.kl_policy_rollout < 1e-9
@@ -192,6 +197,7 @@ def test_without_candidates_the_recipes_model_is_measured() -> None:
     found = simulate_candidates(small_config(), [], prompts=5, seed=1)
     assert [one.name for one in found] == ["starter:rollout_model"]
     assert found == simulate_candidates(small_config(), [], prompts=5, seed=1)
+
     benches = [PairBench(small_config(), "starter:policy", ["starter:rollout_model"], 5, seed) for seed in (1, 2)]
     first, second = ({prompt.uid for prompt in bench.prompts} for bench in benches)
     assert len(first) == len(second) == 5 and first != second

@@ -79,6 +79,7 @@ def test_a_lam_below_every_rho_leaves_the_kl() -> None:
     rows = [logits.log_softmax(-1) for logits in (rollout, rollout + 0.6 * noise)]
     state = StatePairs(rollout=rows[0], target=rows[1], token_ids=torch.zeros(4, 1, dtype=torch.int64))
     lam = state.rho.min(-1, keepdim=True).values * 0.999
+
     before = measure_states(state).kl
     np.testing.assert_allclose(rejected_divergence(state, lam).numpy(), before.numpy(), rtol=1e-10)
 
