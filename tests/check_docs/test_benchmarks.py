@@ -36,6 +36,7 @@ def test_the_floor_of_a_sequence_is_one_forward_pass(benchmarks: ModuleType) -> 
     step, floor = benchmarks.step, importlib.import_module("floor")
     model = step.make_model("fixed", 4096).eval()
     prompt, response = 5, 3
+
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), floor.Products() as products:
         model(torch.arange(prompt + response)[None], logits_to_keep=response)
     cost, length = forward_cost(model), prompt + response

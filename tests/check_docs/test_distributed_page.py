@@ -12,6 +12,7 @@ from jackpot.config.recipes import resolve
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
 KUBERNETES = list(yaml.safe_load_all((ROOT / "examples" / "cluster" / "kubernetes.yaml").read_text()))
+# The commands in the page's blocks of code.
 COMMANDS = re.findall(r"jackpot (?:train|launch) [^`\n>]+", "\n".join(re.findall(r"```\w*\n(.*?)```", PAGE, re.DOTALL)))
 
 
@@ -44,9 +45,9 @@ def test_the_network_policy_lets_the_pods_in() -> None:
 
     labels = job["spec"]["template"]["metadata"]["labels"]
     [rule] = policy["spec"]["ingress"]
-    selectors = [policy["spec"]["podSelector"], *(one["podSelector"] for one in rule["from"])]
+    selectors = [policy["spec"]["podSelector"], *(peer["podSelector"] for peer in rule["from"])]
 
-    assert all(one == {"matchLabels": labels} for one in selectors) and service["spec"]["selector"] == labels
+    assert all(selector == {"matchLabels": labels} for selector in selectors) and service["spec"]["selector"] == labels
 
     name, subdomain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
     assert f"--rdzv-endpoint={name}-0.{subdomain}:29400" in command and subdomain == service["metadata"]["name"]

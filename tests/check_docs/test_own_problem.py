@@ -52,15 +52,15 @@ def test_the_rows_and_their_number_are_those_of_the_files(folder: Path) -> None:
 
 
 def test_the_real_arm_changes_what_the_page_says_only(folder: Path) -> None:
-    own, real = (resolve("my_problem.yaml", arm, []).model_dump() for arm in (None, "qwen"))
+    starter, real = (resolve("my_problem.yaml", arm, []).model_dump() for arm in (None, "qwen"))
     for model in ("policy", "rollout_model"):
-        for one in (own, real):
-            del one[model]["path"], one[model]["optimizer"]["learning_rate"]
-    for one in (own, real):
-        del one["sampling"]["max_new_tokens"], one["batch"]["micro_batch_tokens"]
-        del one["precision"], one["engine"]["dtype"], one["device"]
+        for settings in (starter, real):
+            del settings[model]["path"], settings[model]["optimizer"]["learning_rate"]
+    for settings in (starter, real):
+        del settings["sampling"]["max_new_tokens"], settings["batch"]["micro_batch_tokens"]
+        del settings["precision"], settings["engine"]["dtype"], settings["device"]
 
-    assert own == real
+    assert starter == real
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The table of the FP8 flow: beside each row that is equal stands a control that is not."""
+"""The table of the FP8 flow in docs/precision.md: beside each row that is equal stands a control that is not."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,7 @@ import pytest
 
 from helpers.paths import ROOT
 
+# Words that name the rows.
 WANTED = ("after 1 ", "after 30 ", "after 300 ", "adapter", "sent their codes", "killed", "checkpointed", "split over")
 
 
@@ -24,11 +25,13 @@ class Row(NamedTuple):
 
 
 def section() -> str:
+    """The text of the page that has the table."""
     page = (ROOT / "docs" / "precision.md").read_text()
     return page.partition("Each zero beside what is not one")[2].partition("**Gradients**")[0]
 
 
 def gap_of(cells: list[str]) -> Gap:
+    """Read a gap from its three cells."""
     equal, tokens = cells[2].split("/")
     return Gap(float(cells[0]), float(cells[1]), int(equal), int(tokens))
 
@@ -50,6 +53,6 @@ def test_each_equal_row_has_a_control_that_is_not():
         assert row.other.largest > 10 * max(row.same.largest, 1e-7), row
 
 
-@pytest.mark.parametrize("what", WANTED)
-def test_the_table_has_what_the_flow_promises(what):
-    assert what in section()
+@pytest.mark.parametrize("promise", WANTED)
+def test_the_table_has_what_the_flow_promises(promise):
+    assert promise in section()

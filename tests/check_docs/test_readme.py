@@ -37,10 +37,11 @@ def test_the_python_block_gives_the_loss_of_equation_5(device: str) -> None:
         "response_mask": torch.tensor([[True, True, False], [True, True, True]], device=device),
         "surrogate": torch.randn(2, 3, device=device),
     }
+
     [block] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(block, names)
-    mask, rho = names["response_mask"], (names["old_log_probs"] - names["rollout_log_probs"]).exp()
 
+    mask, rho = names["response_mask"], (names["old_log_probs"] - names["rollout_log_probs"]).exp()
     z = obrs.exact_z(rollout, logits.log_softmax(-1), 1.0)
     assert names["loss"].device.type == device
 
@@ -62,7 +63,7 @@ def test_every_jackpot_command_in_the_readme_parses() -> None:
     commands = re.findall(r"^jackpot (\w+) ?(.*?)(?:\s+#.*)?$", README, re.MULTILINE)
     assert {name for name, _ in commands} == {"train", "diagnose", "report", "compare"}
 
-    known = {one.name or one.callback.__name__ for one in app.registered_commands}
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
     for name, arguments in commands:
         assert name in known
         words = arguments.split()
@@ -99,12 +100,11 @@ def test_the_table_of_costs_is_that_of_the_studys_runs() -> None:
     arms = ["alone/on_policy", *(f"close/{arm}" for arm in ("none", "tis", "obrs", "annealed_none"))]
     row_of = r"^\|[^|]*\|[^|]*\| ([\d.]+) \| (\d+) % \| (\d+) % \| (\d+) % \| ([^|]+) \|$"
     table = re.findall(row_of, README, re.MULTILINE)
-
     reached = Arms(committed().read("first"), "close")
 
     for row, arm in zip(table, arms, strict=True):
         accuracy, *costs = mean_costs(runs, arm)
-        shares = [f"{100 * cost / whole:.0f}" for cost, whole in zip(costs, base[1:], strict=True)]
+        shares = [f"{100 * cost / total:.0f}" for cost, total in zip(costs, base[1:], strict=True)]
         ratios = reached.reaching_cost(arm.partition("/")[2], "all", ALLOWED[-1])
         until = f"{100 * geometric_mean(ratios):.0f} %" if ratios else "never"
         seeds = "" if len(ratios) in (0, 5) else f" ({len(ratios)} of 5)"
@@ -147,8 +147,9 @@ def test_the_quickstart_tables_are_of_the_committed_runs() -> None:
     for arm, runs in by_arm.items():
         rate = runs[0].settings["policy"]["optimizer"]["learning_rate"]
         assert resolve("quickstart", arm, []).policy.optimizer.learning_rate == rate  # the recipe's own
+
         after = [100 * run.last.policy_accuracy for run in runs]
-        shares = [f"{100 * cost / whole:.0f} %" for cost, whole in zip(costs_of(runs), base, strict=True)]
+        shares = [f"{100 * cost / total:.0f} %" for cost, total in zip(costs_of(runs), base, strict=True)]
         seeds = " / ".join(f"{value:.1f}" for value in after)
         row = [
             f"`{arm}`",
@@ -157,6 +158,7 @@ def test_the_quickstart_tables_are_of_the_committed_runs() -> None:
             f"{fmean(after):.1f} ({stdev(after):.1f})",
             *shares,
         ]
+
         assert f"| {' | '.join(row)} |" in page
         if f"| `{arm}` | 38" in page:
             assert f"| {fmean(after):.1f} ± {stdev(after):.1f} |" in page

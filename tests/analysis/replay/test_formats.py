@@ -130,6 +130,7 @@ def slime(folder: Path, **left_out) -> Path:
         }
         for row in range(2)
     ]
+
     samples = [{name: value for name, value in sample.items() if name not in left_out} for sample in samples]
     torch.save({"format_version": 2, "rollout_id": 3, "samples": samples}, folder / "3.pt")
     return folder
@@ -153,6 +154,7 @@ def prime_rl(folder: Path, **left_out) -> Path:
             **{"entropy": [1.0] * length, "rl_weights": [None] * length, "ce_weights": [None] * length},
         }
         lines.append({name: column for name, column in line.items() if name not in left_out})
+
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "token_exports" / "step_3" / "rank_3.jsonl").write_text(text)
     return folder
@@ -172,6 +174,7 @@ def skyrl(folder: Path, **left_out) -> Path:
         "advantages": torch.tensor(padded(ADVANTAGES, 0.0, on_left=True)),
         "values": None,
     }
+
     columns = {name: column for name, column in columns.items() if name not in left_out}
     path = folder / "dumped_data" / "global_step_3_training_input.pkl"
     path.write_bytes(
