@@ -1,4 +1,4 @@
-"""Settings: what is refused and how it is said, arms, overrides, and defaults."""
+"""How a recipe becomes settings: what is refused and in which words, what arms and overrides change, the defaults."""
 
 import ast
 import math
@@ -52,13 +52,14 @@ def build(*changes, **options):
 
 
 def message(*changes, **options):
+    """The words with which the changes are refused."""
     with pytest.raises(ConfigError) as error:
         build(*changes, **options)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "sentence"),
     [
         ({"objective.advantage": "reinforce_pp"}, "advantage 'reinforce_pp' compares with no group"),
         ({"objective.advantage": "gae", "critic": {"optimizer": {}}}, "advantage 'gae' compares with no group"),
@@ -71,10 +72,11 @@ def message(*changes, **options):
         ({"rollout_model.share": {"schedule": "step", "hold": 1}}, "share is 0 or 1 in every iteration"),
     ],
 )
-def test_a_baseline_that_would_change_nothing_is_refused(changes, said):
+def test_a_baseline_that_would_change_nothing_is_refused(changes, sentence):
     mixed = {"objective.baseline": "model", "rollout_model.split": "group", "rollout_model.share": 0.5}
     build(OBRS, mixed)
-    assert said in message(OBRS, mixed, changes)
+
+    assert sentence in message(OBRS, mixed, changes)
 
 
 # Unknown and impossible settings
@@ -96,6 +98,7 @@ def test_a_baseline_that_would_change_nothing_is_refused(changes, said):
     ],
 )
 def test_an_unknown_setting_is_refused_with_a_guess(key, guess):
+
     text = message({key: 1})
     assert text.startswith(f"unknown setting {key!r}; did you mean {guess!r}? Valid: ")
     assert guess in text.split("Valid: ")[1].split(", ")
@@ -142,8 +145,10 @@ def test_a_value_of_two_kinds_gets_a_single_sentence():
 
 
 def test_a_recipe_that_cannot_be_read_is_named_with_its_heir(tmp_path):
-    missing, based, empty = tmp_path / "missing.yaml", tmp_path / "based.yaml", tmp_path / "empty.yaml"
+    missing = tmp_path / "missing.yaml"
+    based = tmp_path / "based.yaml"
     based.write_text("base: quickstrat\n")
+    empty = tmp_path / "empty.yaml"
     empty.write_text("")
 
     with pytest.raises(ConfigError, match=f"there is no file {missing}. jackpot recipes lists"):
@@ -199,14 +204,14 @@ WRONG_VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("key", "given", "guess", "valid"), UNKNOWN_VALUES)
-def test_an_unknown_value_is_refused_with_a_guess(key, given, guess, valid):
-    assert message({key: given}) == f"{key}: unknown value {given!r}{guess} Valid: {valid}"
+@pytest.mark.parametrize(("key", "value", "guess", "valid"), UNKNOWN_VALUES)
+def test_an_unknown_value_is_refused_with_a_guess(key, value, guess, valid):
+    assert message({key: value}) == f"{key}: unknown value {value!r}{guess} Valid: {valid}"
 
 
-@pytest.mark.parametrize(("key", "given", "allowed"), WRONG_VALUES)
-def test_a_wrong_value_is_refused_with_what_is_allowed(key, given, allowed):
-    assert message({key: given}) == f"{key}: {given!r} was given. Input should be {allowed}"
+@pytest.mark.parametrize(("key", "value", "allowed"), WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_what_is_allowed(key, value, allowed):
+    assert message({key: value}) == f"{key}: {value!r} was given. Input should be {allowed}"
 
 
 def test_a_wrong_value_in_a_list_is_refused_with_its_index():
@@ -272,21 +277,21 @@ def test_oapl_takes_its_advantage_its_reference_and_no_lengths():
     assert build(oapl).objective.oapl_beta == 1.0
 
     build(oapl, {"objective.loss_agg_mode": "seq-mean-token-sum-norm"})
-    for changes, said in (
+    for changes, sentence in (
         ({"objective.advantage": "grpo"}, "advantage is 'grpo'; set advantage to oapl"),
         ({"objective.correction.proximal": "old"}, "correction is 'none' with proximal 'old'; set correction to"),
         ({"objective.correction": {"name": "tis"}}, "correction is 'tis' with proximal 'old'; set correction to"),
         ({"objective.loss_agg_mode": "seq-mean-token-mean"}, "divides each response by its length; use token-mean"),
         ({"objective.oapl_beta": 0.0}, "greater than 0"),
     ):
-        assert said in message(oapl, changes)
+        assert sentence in message(oapl, changes)
 
 
 def test_a_constant_denominator_with_accepted_counts_is_refused():
     changes = {"objective.loss_agg_mode": "seq-mean-token-sum-norm", "objective.count": "accepted"}
     assert "use count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean" in message(changes)
-    for one in changes:
-        build({one: changes[one]})
+    for key in changes:
+        build({key: changes[key]})
 
 
 # Normalizers
@@ -307,6 +312,7 @@ def test_topk_without_top_log_probs_is_refused():
 def test_an_exact_normalizer_of_a_truncated_engine_is_refused(truncation):
     exact = {"objective.correction.normalizer": "exact"}
     text = message(exact, truncation)
+
     assert "the engine samples with top_p" in text and "use top_p 1 and top_k 0, or normalizer: topk" in text
     build(exact)
     build(truncation)
@@ -333,10 +339,12 @@ def test_an_exact_normalizer_of_moved_weights_is_refused():
 
 def test_an_exact_normalizer_needs_unquantized_engines():
     exact = {"objective.correction.normalizer": "exact"}
-    own = {"evaluation.engine": {"name": "transformers", "quantization": "int8_w8a8"}}
-    build(exact, own)  # it generates in evaluations alone
+    of_evaluations = {"evaluation.engine": {"name": "transformers", "quantization": "int8_w8a8"}}
+    build(exact, of_evaluations)  # it generates in evaluations alone
 
-    assert "evaluation.engine samples from a quantized copy" in message(exact, own, {"rollout_model.share": 0.5})
+    assert "evaluation.engine samples from a quantized copy" in message(
+        exact, of_evaluations, {"rollout_model.share": 0.5}
+    )
 
     of_rollouts = {"engine": {"quantization": "int8_w8a8"}, "evaluation.engine": {"name": "transformers"}}
     assert "but engine samples from a quantized copy" in message(exact, of_rollouts)
@@ -366,13 +374,14 @@ def test_a_lora_block_has_defaults_and_takes_one_name_or_several():
     assert build({"policy.lora": {}}).policy.lora == config.LoraConfig(
         rank=16, alpha=32, target_modules=("all-linear",)
     )
-    for given, names in (("q_proj", ("q_proj",)), (["q_proj", "v_proj"], ("q_proj", "v_proj"))):
-        assert build({"rollout_model.lora": {"target_modules": given}}).rollout_model.lora.target_modules == names
+
+    for modules, names in (("q_proj", ("q_proj",)), (["q_proj", "v_proj"], ("q_proj", "v_proj"))):
+        assert build({"rollout_model.lora": {"target_modules": modules}}).rollout_model.lora.target_modules == names
 
 
-@pytest.mark.parametrize("given", [[], [1], 1])
-def test_target_modules_that_are_no_names_are_refused(given):
-    assert message({"policy.lora": {"target_modules": given}}).startswith("policy.lora.target_modules")
+@pytest.mark.parametrize("modules", [[], [1], 1])
+def test_target_modules_that_are_no_names_are_refused(modules):
+    assert message({"policy.lora": {"target_modules": modules}}).startswith("policy.lora.target_modules")
 
 
 def test_an_unknown_setting_of_lora_is_refused():
@@ -389,7 +398,7 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "sentence"),
     [
         ({"optimizer": None}, "distill_control was given for a frozen rollout model"),
         ({"ppo_weight": 0.0}, "AdamW does not see the scale of a single loss"),
@@ -418,10 +427,11 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
         ),
     ],
 )
-def test_a_distillation_that_cannot_be_controlled_is_refused(changes, said):
+def test_a_distillation_that_cannot_be_controlled_is_refused(changes, sentence):
+    # what is named without its block is of rollout_model
     block = {key if "." in key else f"rollout_model.{key}": value for key, value in changes.items()}
     block = {f"rollout_model.{key}" if key.startswith("distill") else key: value for key, value in block.items()}
-    assert said in message(OBRS, {"rollout_model.distill_control": {"target": 0.5}}, block)
+    assert sentence in message(OBRS, {"rollout_model.distill_control": {"target": 0.5}}, block)
 
 
 # Blocks that say what differs from another one
@@ -450,9 +460,11 @@ def test_the_engine_of_evaluations_differs_or_is_whole():
     assert (other.name, other.dtype, other.quantization) == ("vllm", "bf16", None)
     assert build({"engine": "vllm", "evaluation.engine.dtype": "bf16"}).evaluation.engine.name == "vllm"
     assert build({"evaluation.engine.dtype": "bf16"}).evaluation.engine.name == "transformers"
-    for whole in ("transformers", "vllm"):
-        other = build(vllm, {"evaluation.engine": whole}).evaluation.engine
-        assert (other.name, other.dtype, other.quantization) == (whole, "fp32", None)
+
+    for name in ("transformers", "vllm"):
+        other = build(vllm, {"evaluation.engine": name}).evaluation.engine
+        assert (other.name, other.dtype, other.quantization) == (name, "fp32", None)
+
     assert message(vllm, {"evaluation.engine.urls": "x"}).startswith("unknown setting 'evaluation.engine.urls'")
 
 
@@ -525,7 +537,6 @@ def test_data_and_rewards_have_short_forms():
     }
 
     changed = build({"task": MATH, "task.train.limit": 5, "task.rewards": ["correct", "format"]}).task
-
     assert changed.train == build({"task": MATH | long}).task.train
     assert [(reward.name, reward.weight) for reward in build({"task": MATH | long}).task.rewards] == [
         ("correct", 1.0),
@@ -536,7 +547,7 @@ def test_data_and_rewards_have_short_forms():
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "threshold"),
+    ("verdict", "name", "threshold"),
     [
         (0.5, "reward", 0.5),
         (-1, "reward", -1.0),
@@ -546,8 +557,8 @@ def test_data_and_rewards_have_short_forms():
         ({"name": "a:b", "threshold": 0.25}, "a:b", 0.25),
     ],
 )
-def test_a_verdict_has_short_forms(given, name, threshold):
-    task = build({"task": MATH | {"rewards": "a:b", "verdict": given}}).task
+def test_a_verdict_has_short_forms(verdict, name, threshold):
+    task = build({"task": MATH | {"rewards": "a:b", "verdict": verdict}}).task
     assert (task.verdict.name, task.verdict.threshold) == (name, threshold) and task.decides == task.verdict
     assert build({"task": task.model_dump()}).task == task  # as a run folder holds it
 
@@ -578,12 +589,14 @@ def test_another_source_replaces_its_block_and_the_same_not():
 
 def test_settings_of_data_that_do_not_go_together_are_refused():
     assert "rewards: format is given more than once" in message({"task": MATH, "task.rewards": ["format", "format"]})
+
     assert message({"task": MATH, "task.train.lmit": 5}).startswith(
         "unknown setting 'task.train.lmit'; did you mean 'task.train.limit'?"
     )
     assert (
         message({"task": {"name": "math", "train": "gsm8k"}}) == "task.test: is missing; it has no default, so set it"
     )
+
     assert message({"task": MATH, "task.train.limit": 0}).startswith("task.train.limit: 0 was given.")
     assert message({"task": MATH, "task.train": 3}).startswith("task.train: 3 was given, but")
     assert "did you mean 'plain'" in message({"task": MATH, "task.train.answers": "plane"})
@@ -644,8 +657,8 @@ def test_a_chosen_block_keeps_what_was_set_in_it_before(correction):
     typed = [nest("objective.correction.cap", 5.0), nest("objective.correction", correction), nest("seed", 1)]
     orders = [typed, typed[::-1], [typed[0], {"objective": {"correction": correction, "clip_low": 0.2}}]]
     for overrides in orders:
-        found = build_config(RECIPE, None, overrides).objective.correction
-        assert (found.name, found.cap) == ("tis", 5.0)
+        chosen = build_config(RECIPE, None, overrides).objective.correction
+        assert (chosen.name, chosen.cap) == ("tis", 5.0)
 
     later = [*typed, nest("objective.correction", {"name": "tis", "cap": 4.0})]
     assert build_config(RECIPE, None, later).objective.correction.cap == 4.0
@@ -692,11 +705,12 @@ def test_a_resolved_config_is_a_recipe_for_itself():
 
 
 def blocks(*roots):
-    found = list(roots)
-    for block in found:
+    """List these classes of settings, and all classes of settings inside them."""
+    classes = list(roots)
+    for block in classes:
         for field in block.model_fields.values():
-            found += [cls for cls in model_classes(field.annotation) if cls not in found]
-    return found
+            classes += [cls for cls in model_classes(field.annotation) if cls not in classes]
+    return classes
 
 
 ROOTS = (Config, BenchmarksConfig, MismatchConfig, RecipeNotes)
@@ -761,10 +775,24 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config_corrections.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
     assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
     assert allowed(config_corrections.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
+
     names = {block.model_fields["name"].default for block in blocks(Config) if block.__name__.endswith("Correction")}
     assert names == corrections.CORRECTIONS.keys() | {"custom"}
     tasks = model_classes(Config.model_fields["task"].annotation)
     assert {task.model_fields["name"].default for task in tasks} == TASKS.keys() | {"custom"}
+
+
+def parameter_defaults(tree, names):
+    """(line, name, source of the default) of every parameter with one of these names that has one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            positional = [*node.args.posonlyargs, *node.args.args]
+            # defaults are those of the last parameters
+            by_position = zip(positional[::-1], node.args.defaults[::-1], strict=False)
+            by_name = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            for parameter, default in [*by_position, *by_name]:
+                if default is not None and parameter.arg in names:
+                    yield node.lineno, parameter.arg, ast.unparse(default)
 
 
 @pytest.mark.seconds
@@ -789,18 +817,6 @@ def test_a_default_is_written_once():
     ]
 
     assert repeated == []
-
-
-def parameter_defaults(tree, names):
-    """(line, name, source of the default) of every parameter with one of these names that has one."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.Lambda):
-            positional = [*node.args.posonlyargs, *node.args.args]
-            given = zip(positional[::-1], node.args.defaults[::-1], strict=False)
-            named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-            for parameter, default in [*given, *named]:
-                if default is not None and parameter.arg in names:
-                    yield node.lineno, parameter.arg, ast.unparse(default)
 
 
 @pytest.mark.parametrize("arms", [["x"], {"x": "none"}, 3])

@@ -7,7 +7,7 @@ import pytest
 
 from jackpot.core import cores
 
-# user nice system idle iowait irq softirq steal guest guest_nice
+# /proc/stat before and after: user nice system idle iowait irq softirq steal guest guest_nice
 TOTAL = "cpu  900 0 0 900 0 0 0 0 0 0\n"
 BEFORE = TOTAL + "cpu0 500 0 0 400 0 0 0 0 7 0\ncpu1 400 0 0 500 0 0 0 0 0 0\ncpu12 0 0 0 9 0 0 0 0 0 0\nintr 5 6\n"
 IDLE = "cpu0 500 0 0 430 0 0 0 0 7 0\ncpu1 401 0 0 510 19 0 0 0 0 0\ncpu12 30 0 0 9 0 0 0 0 0 0\n"
@@ -23,6 +23,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if after:
             stat.write_text(BEFORE)
         limit.write_text(quota)
+
         monkeypatch.setattr(cores, "_STAT", stat)
         monkeypatch.setattr(cores, "_QUOTA", limit)
         monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)

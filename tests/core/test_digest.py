@@ -1,4 +1,4 @@
-"""The digest of weights against the same formula in plain Python, and the changes that it must detect."""
+"""The digest of weights is that of the same formula in plain Python, and notices the changes that it must detect."""
 
 import hashlib
 import json
@@ -20,6 +20,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 def raw(tensor: Tensor) -> bytes:
+    """Return a tensor's bytes."""
     return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
@@ -31,16 +32,20 @@ def plain_digest(named_tensors: list[tuple[str, Tensor]]) -> str:
         words = struct.unpack(f"<{-(-len(data) // 4)}i", data + bytes(-len(data) % 4))
         rows = [words[start : start + ROW] for start in range(0, len(words), ROW)]
         sums = [sum(key * word for key, word in zip(KEYS, row, strict=False)) % 2**64 for row in rows]
+
         head = json.dumps([name, list(tensor.shape), str(tensor.dtype)]) + "\n"
         hashes.append(hashlib.sha256(head.encode() + struct.pack(f"<{len(sums)}Q", *sums)).hexdigest())
+
     return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
 def normal(*shape: int, dtype: torch.dtype = FLOAT, seed: int = 0) -> Tensor:
+    """Draw a tensor of normal numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def digest_of(tensor: Tensor, name: str = "weight") -> str:
+    """Compute the digest of a single tensor, without a cast."""
     return weights_digest([(name, tensor)], tensor.dtype)
 
 
@@ -55,7 +60,7 @@ def test_it_is_the_formula(shape, dtype):
 
 
 def test_it_is_the_formula_for_many_tensors_in_any_order():
-    named = [(f"layer.{number}.weight", normal(number, 3, seed=number)) for number in range(12)]
+    named = [(f"layer.{index}.weight", normal(index, 3, seed=index)) for index in range(12)]
     assert weights_digest(named, FLOAT) == weights_digest(reversed(named), FLOAT) == plain_digest(named)
 
 
@@ -83,15 +88,15 @@ def test_it_does_not_depend_on_the_chunks(monkeypatch, rows):
 
 def test_it_does_not_depend_on_the_number_of_threads():
     tensor, threads = normal(70, ROW), torch.get_num_threads()
-    found = set()
+    digests = set()
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.add(digest_of(tensor))
+            digests.add(digest_of(tensor))
     finally:
         torch.set_num_threads(threads)
 
-    assert found == {plain_digest([("weight", tensor)])}
+    assert digests == {plain_digest([("weight", tensor)])}
 
 
 def test_it_is_of_row_major_values_however_they_lie_in_memory():
@@ -128,10 +133,12 @@ def accidents(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Return changes of a matrix [N, M] that leave its shape as it is."""
     flat, shape = tensor.reshape(-1), tensor.shape
     last = len(flat) - 1
+
     for first, second in [(0, 1), (0, last), (1, 2), (5, 4101), (0, 8192)]:
         order = torch.arange(len(flat))
         order[first], order[second] = second, first
         yield f"elements {first} and {second} swapped", flat[order].view(shape)
+
     for shift in (1, 2, 4096, -1):
         yield f"shifted by {shift}", flat.roll(shift).view(shape)
     yield "shifted, zero at the start", torch.cat([flat.new_zeros(1), flat[:-1]]).view(shape)
@@ -140,6 +147,7 @@ def accidents(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "two rows swapped", tensor[[1, 0, *range(2, len(tensor))]]
     yield "transposed", tensor.T.reshape(shape)
     yield "negated", -tensor
+
     for count in (1, 2, 3, 4, 64):
         sign = torch.ones_like(flat)
         sign[:: len(flat) // count] = -1
@@ -148,6 +156,7 @@ def accidents(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         sign = torch.ones_like(flat)
         sign[:count] = -1
         yield f"the first {count} signs changed", (flat * sign).view(shape)
+
     yield "zeros", torch.zeros_like(tensor)
     yield "last element changed", torch.cat([flat[:-1], -flat[-1:]]).view(shape)
     yield "last row lost", torch.cat([tensor[:-1], torch.zeros_like(tensor[-1:])])
@@ -159,8 +168,9 @@ def accidents(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN], ids=str)
 def test_accidents_are_noticed_and_told_apart(dtype):
     tensor = normal(129, 129, dtype=dtype)
-    changed = {what: value for what, value in accidents(tensor) if not torch.equal(value, tensor)}
-    digests = {digest_of(value): what for what, value in changed.items()} | {digest_of(tensor): "itself"}
+    changed = {name: value for name, value in accidents(tensor) if not torch.equal(value, tensor)}
+    digests = {digest_of(value): name for name, value in changed.items()} | {digest_of(tensor): "itself"}
+
     assert len(digests) == len(changed) + 1 >= 24
     assert len(set(digests.values())) == len(digests)
 
@@ -212,10 +222,9 @@ def test_two_tensors_that_changed_places_are_noticed():
 
 
 def test_watching_hands_tensors_on_and_adds_what_was_taken():
-    named = [(f"{number}", normal(4, seed=number)) for number in range(5)]
+    named = [(f"{index}", normal(4, seed=index)) for index in range(5)]
     sent = WeightsDigest(FLOAT)
     stream = sent.watch(named)
-
     taken = [next(stream), next(stream)]
 
     assert all(ours[1] is theirs[1] for ours, theirs in zip(taken, named, strict=False))

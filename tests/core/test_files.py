@@ -52,7 +52,6 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
         with hold_lock(path):
             os.write(tell, b"!")
             signal.pause()
-
     os.read(ready, 1)
 
     try:
@@ -61,6 +60,7 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
     with hold_lock(path):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
 
@@ -69,6 +69,8 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without locks of files, where leases end after 0.6 seconds."""
+
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -117,5 +119,6 @@ def test_an_owner_whose_lease_was_taken_over_ends_at_once(tmp_path: Path) -> Non
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline
     time.sleep(0.2)
+
     path.write_text("process 1 on another\n")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
