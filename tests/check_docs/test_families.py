@@ -49,7 +49,7 @@ def test_the_gap_of_a_family_grows_from_nothing(name: str) -> None:
         np.testing.assert_allclose(log_probs.exp().sum(-1).numpy(), 1.0, rtol=1e-12)
 
 
-def test_the_families_are_what_they_say() -> None:
+def test_the_models_of_a_family_differ_as_its_name_says() -> None:
     noise = states("noise", 0.8, vocabulary=20_000)
     spread = (noise.target - noise.rollout).numpy().std(axis=1)
     np.testing.assert_allclose(spread, 0.8, rtol=0.03)

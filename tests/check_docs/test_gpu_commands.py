@@ -89,7 +89,7 @@ def test_a_published_command_fits_the_gpus_of_its_recipe(command: str, tmp_path:
 )
 def test_one_gpu_takes_every_arm(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpus = "1x4090" if arm.startswith("lora") else None  # else that of the recipe
-    train("one_gpu", [], arm, None, dry_run=True, gpus=gpus, tiny=False)
+    train("one_gpu", [], arm, run=None, dry_run=True, gpus=gpus, tiny=False)
     assert (
         f"  jackpot train one_gpu --arm {arm}  # train, on 1 {'4090' if gpus else 'H100'}\n" in capsys.readouterr().out
     )

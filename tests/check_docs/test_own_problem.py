@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, body in FILES.items():
         (tmp_path / name).write_text(body)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "my_reward", raising=False)
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
     return tmp_path
 
 

@@ -37,6 +37,7 @@ def gap_of(cells: list[str]) -> Gap:
 
 
 def table() -> list[Row]:
+    """Read the rows of the table."""
     lines = [line for line in section().splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
     return [Row(row[0], gap_of(row[1:4]), row[4], gap_of(row[5:8])) for row in cells]

@@ -43,9 +43,9 @@ def test_the_page_is_what_its_generator_writes() -> None:
 @pytest.mark.slow
 def test_committed_runs_are_of_one_digest_and_its_plan() -> None:
     committed = study.committed()
-    finished = {panel: committed.read(panel) for panel in ("tuning", *study.PANELS)}
+    runs_of = {panel: committed.read(panel) for panel in ("tuning", *study.PANELS)}
 
-    for panel, runs in finished.items():
+    for panel, runs in runs_of.items():
         assert len({finished_run.reference or finished_run.source for finished_run in runs}) <= 1, panel
         keys = [(finished_run.run.arm, finished_run.run.seed) for finished_run in runs]
         assert len(set(keys)) == len(keys), panel
@@ -82,7 +82,7 @@ def test_an_estimate_counts_who_writes_and_who_learns(tmp_path: Path) -> None:
     def seconds(arm: str) -> float:
         pair = "alone" if arm == "on_policy" or arm.startswith("stale") else "close"
         cell = study.Cell(pair=pair, arm=arm)
-        return study.seconds(empty_study(tmp_path).config(cell, 1.0, 101, False))
+        return study.seconds(empty_study(tmp_path).config(cell, 1.0, 101, is_tuning=False))
 
     assert seconds("on_policy") < seconds("annealed_expected") < seconds("expected") < seconds("mixed_half")
     assert seconds("stale_64_clip") < seconds("stale_128_clip")
@@ -143,6 +143,7 @@ def grid(finished_run: "study.Finished", cell: "study.Cell") -> list["study.Fini
 
 
 def write(edition: "study.Study", name: str, runs: Sequence["study.Finished"]) -> None:
+    """Write the results of a panel."""
     edition.results.mkdir(exist_ok=True)
     (edition.results / f"{name}.jsonl").write_text("".join(f"{run.to_json()}\n" for run in runs))
 
@@ -172,15 +173,18 @@ def fill(edition: "study.Study", panel: str) -> None:
 
 
 def last(finished_run: "study.Finished") -> float:
+    """Return the accuracy at the end."""
     return finished_run.run.last.policy_accuracy
 
 
 def ending(finished_run: "study.Finished", accuracy: float) -> "study.Finished":
+    """Change the accuracy at the end."""
     points = (*finished_run.run.points[:-1], replace(finished_run.run.last, policy_accuracy=accuracy))
     return replace(finished_run, run=replace(finished_run.run, points=points))
 
 
 def spending(finished_run: "study.Finished", times: float) -> "study.Finished":
+    """Change the FLOPs of rollouts, at every evaluation."""
     points = tuple(replace(point, flops=times * point.flops) for point in finished_run.run.points)
     return replace(finished_run, run=replace(finished_run.run, points=points))
 
@@ -230,7 +234,7 @@ def test_the_long_run_takes_the_best_arm_at_half_cost(whole_study: "study.Study"
     assert none.arm == "none" and accuracies[best.arm] == max(accuracies.values())
 
     annealed = study.long_cell("annealed_linear")
-    share = whole_study.config(annealed, 1.0, 101, False).rollout_model.share
+    share = whole_study.config(annealed, 1.0, 101, is_tuning=False).rollout_model.share
     assert (share.hold, share.until) == (125, 250)
 
 
@@ -280,7 +284,7 @@ def test_a_difference_is_paired_and_has_students_interval(whole_study: "study.St
     assert arms["tis-none"] == f"+3.0 [{100 * (0.03 - half):+.1f}, {100 * (0.03 + half):+.1f}]"
     assert study.interval_of(gap).low == pytest.approx(0.03 - half, abs=1e-6)
     assert arms["nobody-none"] == "not run yet"
-    assert study.interval_of(Sample((0.3,))) == Interval(0.3, None, None)
+    assert study.interval_of(Sample((0.3,))) == Interval(0.3, low=None, high=None)
 
 
 def test_the_target_needs_the_interval_and_the_cost(whole_study: "study.Study") -> None:

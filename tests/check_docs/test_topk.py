@@ -65,7 +65,7 @@ def test_sizes_stop_at_the_vocabulary() -> None:
 
 def test_a_summary_has_kappa_with_its_error() -> None:
     pair = states("noise", 1.5, count=10)
-    numbers, exact = topk_numbers(pair, True), measure_states(pair)
+    numbers, exact = topk_numbers(pair, fill_in=True), measure_states(pair)
     z, z_k = exact.acceptance[:, RECIPE_LAM].numpy(), numbers.value[:, 2].numpy()
     accept = np.minimum(1.0, pair.rho.numpy())
 
@@ -75,7 +75,7 @@ def test_a_summary_has_kappa_with_its_error() -> None:
         sampled = np.stack([draw.choice(accept[row], size=4, p=pair.rollout[row].exp().numpy()) for row in range(10)])
         kappas.append(sampled.sum() / (4 * z_k.sum()))
 
-    row = topk_summary(numbers, exact, acceptance_variance(pair), torch.from_numpy(sampled), SMALL, True)[2]
+    row = topk_summary(numbers, exact, acceptance_variance(pair), torch.from_numpy(sampled), SMALL, fill_in=True)[2]
 
     assert row.k == 10 and row.fill_in and row.outside == 0
     assert row.z_share == pytest.approx((z_k / z).mean(), rel=1e-12)

@@ -657,17 +657,17 @@ def test_a_chosen_block_keeps_what_was_set_in_it_before(correction):
     typed = [nest("objective.correction.cap", 5.0), nest("objective.correction", correction), nest("seed", 1)]
     orders = [typed, typed[::-1], [typed[0], {"objective": {"correction": correction, "clip_low": 0.2}}]]
     for overrides in orders:
-        chosen = build_config(RECIPE, None, overrides).objective.correction
+        chosen = build_config(RECIPE, overrides=overrides).objective.correction
         assert (chosen.name, chosen.cap) == ("tis", 5.0)
 
     later = [*typed, nest("objective.correction", {"name": "tis", "cap": 4.0})]
-    assert build_config(RECIPE, None, later).objective.correction.cap == 4.0
+    assert build_config(RECIPE, overrides=later).objective.correction.cap == 4.0
 
     alone = [nest("rollout_model.share", 0.5), nest("rollout_model", None)]
-    assert build_config(RECIPE, None, alone).rollout_model is None
+    assert build_config(RECIPE, overrides=alone).rollout_model is None
 
     without = [nest("engine.draft.tokens", 4), nest("engine", {"name": "transformers", "draft": None})]
-    assert build_config(RECIPE, None, without).engine.draft is None
+    assert build_config(RECIPE, overrides=without).engine.draft is None
 
 
 def test_an_arm_may_exchange_the_correction():
@@ -798,6 +798,7 @@ def parameter_defaults(tree, names):
 @pytest.mark.seconds
 def test_a_default_is_written_once():
     """No function or class elsewhere gives a parameter the name and the default of a setting."""
+    # name and default of every setting but names and seeds
     defaults = {
         (name, repr(field.default))
         for module in (config, config_corrections, config_objective)
@@ -831,7 +832,7 @@ def test_arms_that_are_no_mapping_of_mappings_are_refused(arms):
 )
 def test_numbers_that_no_optimizer_can_use_are_refused(key, value):
     with pytest.raises(ConfigError, match=f"policy.optimizer.{key}"):
-        build_config(RECIPE, None, [nest(f"policy.optimizer.{key}", value)])
+        build_config(RECIPE, overrides=[nest(f"policy.optimizer.{key}", value)])
 
 
 CAPS = ("objective.correction.c1", "objective.correction.c2", "policy.optimizer.max_grad_norm")

@@ -54,12 +54,12 @@ SHAPES = [(), (0,), (3, 0), (1,), (3,), (7, 5), (ROW,), (ROW + 1,), (2 * ROW + 5
 
 @pytest.mark.parametrize("dtype", [FLOAT, BRAIN, torch.float16, torch.float64, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_the_formula(shape, dtype):
+def test_a_digest_is_that_of_the_formula(shape, dtype):
     tensor = (100 * normal(*shape)).to(dtype)
     assert digest_of(tensor) == plain_digest([("weight", tensor)])
 
 
-def test_it_is_the_formula_for_many_tensors_in_any_order():
+def test_the_digest_of_many_tensors_does_not_depend_on_order():
     named = [(f"layer.{index}.weight", normal(index, 3, seed=index)) for index in range(12)]
     assert weights_digest(named, FLOAT) == weights_digest(reversed(named), FLOAT) == plain_digest(named)
 
@@ -71,7 +71,7 @@ def test_digests_in_files_stay_valid():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_is_the_same_on_every_device(device):
+def test_a_digest_is_the_same_on_every_device(device):
     named = [("a", normal(300, 1001)), ("b", normal(5)), ("c", normal(3)[1:])]
     moved = [(name, tensor.to(device)) for name, tensor in named]
     for dtype in (FLOAT, BRAIN):
@@ -79,14 +79,14 @@ def test_it_is_the_same_on_every_device(device):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1024])
-def test_it_does_not_depend_on_the_chunks(monkeypatch, rows):
+def test_a_digest_does_not_depend_on_the_chunks(monkeypatch, rows):
     tensor, brain = normal(23, ROW), normal(23, ROW + 1, dtype=BRAIN)
     before = digest_of(tensor), digest_of(brain)
     monkeypatch.setattr(digest, "_CPU_ROWS", rows)
     assert (digest_of(tensor), digest_of(brain)) == before
 
 
-def test_it_does_not_depend_on_the_number_of_threads():
+def test_a_digest_does_not_depend_on_the_number_of_threads():
     tensor, threads = normal(70, ROW), torch.get_num_threads()
     digests = set()
     try:
@@ -99,7 +99,7 @@ def test_it_does_not_depend_on_the_number_of_threads():
     assert digests == {plain_digest([("weight", tensor)])}
 
 
-def test_it_is_of_row_major_values_however_they_lie_in_memory():
+def test_a_digest_does_not_depend_on_the_layout_in_memory():
     tensor = normal(30, 7, dtype=BRAIN)
     wide = torch.zeros(30, 20, dtype=BRAIN)
     wide[:, 3:10] = tensor
@@ -110,7 +110,7 @@ def test_it_is_of_row_major_values_however_they_lie_in_memory():
     assert digest_of(normal(1).expand(9)) == digest_of(normal(1).repeat(9))
 
 
-def test_it_casts_first():
+def test_tensors_are_cast_before_their_digest_is_taken():
     tensor = normal(50, 3)
     assert weights_digest([("a", tensor)], BRAIN) == weights_digest([("a", tensor.to(BRAIN))], BRAIN)
     assert weights_digest([("a", tensor)], BRAIN) == plain_digest([("a", tensor.to(BRAIN))])
@@ -150,7 +150,7 @@ def accidents(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
     for count in (1, 2, 3, 4, 64):
         sign = torch.ones_like(flat)
-        sign[:: len(flat) // count] = -1
+        sign[:: len(flat) // count] = -1  # at equal distances
         yield f"about {count} signs changed", (flat * sign).view(shape)
     for count in (2, 4):
         sign = torch.ones_like(flat)

@@ -254,6 +254,7 @@ def read(path: Path) -> tuple[str, list[SavedResponse], list[str]]:
 
 
 def sampled(response: SavedResponse, column: torch.Tensor) -> list[float]:
+    """List a column at the sampled tokens."""
     return column[response.sampled_mask].tolist()
 
 
@@ -469,7 +470,7 @@ GOOD = dict(
     ],
     ids=range(10),
 )
-def test_one_bad_sample_costs_itself(bad, tmp_path):
+def test_a_bad_sample_is_left_out_and_the_others_are_read(bad, tmp_path):
     torch.save({"samples": [GOOD, bad, GOOD]}, tmp_path / "3.pt")
     _, responses, told = read(tmp_path)
     assert len(responses) == 2 and len(told) == 1 and "3.pt, response 1" in told[0] and "left out" in told[0]

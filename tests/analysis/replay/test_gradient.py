@@ -53,7 +53,7 @@ def loss_gradients(setting: CorrectionSetting, states: StateDistributions, coin:
 
     By autograd through the loss that training has; the ascent direction.
     """
-    correction_inputs = inputs(setting, states, coin)
+    correction_inputs = inputs(setting, states, uniforms=coin)
     correction = setting.objective.correction.apply(correction_inputs, {})
     logits = states.new.unsqueeze(1).repeat(1, VOCABULARY, 1).requires_grad_()
     log_probs = logits.log_softmax(-1).diagonal(dim1=1, dim2=2)  # of the token of each row
@@ -72,7 +72,8 @@ def by_hand(setting: CorrectionSetting, states: StateDistributions):
     seen = torch.stack([loss_gradients(setting, states, (index + 0.5) / coins) for index in range(coins)])
     first, second = seen.mean(0), seen.square().sum(-1).mean(0)  # over coins: [S, V, V], [S, V]
     signs = torch.stack(SIGNS)
-    estimator = both = exact = noise = 0.0
+    estimator, both = 0.0, 0.0
+    exact, noise = 0.0, 0.0
 
     for state in range(STATES):
         p_inf, p_new = states.rollout[state].exp(), states.new[state].exp()
@@ -91,7 +92,7 @@ def by_hand(setting: CorrectionSetting, states: StateDistributions):
 
 def of_states(setting: CorrectionSetting, states: StateDistributions):
     """The sums that `jackpot replay` keeps of the states."""
-    of_tokens = factors(setting, inputs(setting, states, 0.5), states.new, None, {})
+    of_tokens = factors(setting, inputs(setting, states, uniforms=0.5), states.new, advantages=None, totals={})
     return state_sums(state_values(of_tokens, states), states)
 
 
@@ -135,14 +136,16 @@ def test_expected_obrs_is_truncated_importance_sampling_on_z_rho(states):
     """a min(w, c1) = min(Z rho, c1), DESIGN of the method: the coin adds variance and nothing else."""
     setting = SETTINGS["obrs expected"]
 
-    masked = factors(setting, inputs(setting, states, 0.5), states.new, None, {})
+    masked = factors(setting, inputs(setting, states, uniforms=0.5), states.new, advantages=None, totals={})
 
     z = exact_z(states.rollout, states.new, 1.0).unsqueeze(-1)
     expected = (z * (states.new - states.rollout).exp()).clamp(max=3.0)
     torch.testing.assert_close(masked.mean, expected)
     torch.testing.assert_close(masked.square, expected.square())
 
-    sampled = factors(SETTINGS["obrs"], inputs(SETTINGS["obrs"], states, 0.5), states.new, None, {})
+    sampled = factors(
+        SETTINGS["obrs"], inputs(SETTINGS["obrs"], states, uniforms=0.5), states.new, advantages=None, totals={}
+    )
     torch.testing.assert_close(sampled.mean, expected)
     assert (sampled.square >= masked.square - 1e-12).all() and (sampled.square > masked.square + 1e-3).any()
 
@@ -159,7 +162,7 @@ def test_ppos_clip_goes_by_the_sign_of_the_advantage():
 
     assert clipped_factors.clipped.tolist() == [[1.0, 0.0, 0.0, 1.0]]
     torch.testing.assert_close(clipped_factors.mean, new.exp() * (1.0 - clipped_factors.clipped))
-    assert factors(setting, correction_inputs, new, None, {}).clipped.tolist() == [[0.5] * 4]
+    assert factors(setting, correction_inputs, new, advantages=None, totals={}).clipped.tolist() == [[0.5] * 4]
 
 
 @pytest.mark.parametrize("surrogate", ["cispo", "gspo"])

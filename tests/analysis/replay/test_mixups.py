@@ -72,6 +72,7 @@ def late(row: list[float]) -> list[float]:
 
 
 def changed(lines: Iterable[Line], column: str, change: Callable[[list[float]], list[float]]) -> list[Line]:
+    """Lay a change over one column of every response."""
     return [line | {column: change(line[column])} for line in lines]
 
 

@@ -215,13 +215,11 @@ def partly_known(lists_hold: float):
     for index in range(50):
         logits = torch.randn(40, 200, generator=generator, dtype=torch.float64)
         certain = torch.rand(40, generator=generator) < lists_hold
-
         logits[certain, 0] += 16.0
         policy = logits.clone()
         policy[~certain] += 0.8 * torch.randn(200, generator=generator, dtype=torch.float64)
 
         writer, policy = logits.log_softmax(-1), policy.log_softmax(-1)
-
         ids = torch.multinomial(writer.exp(), 1, generator=generator)
         top, policy_top = writer.topk(20), policy.topk(20)
 

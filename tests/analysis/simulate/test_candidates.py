@@ -179,6 +179,7 @@ def test_a_model_that_knows_nothing_is_too_far_away(tmp_path: Path) -> None:
 
 
 def _plain(value):
+    """Return what JSON can hold."""
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
