@@ -29,7 +29,7 @@ def states(name: str, gap: float, count: int = 6, vocabulary: int = SMALL) -> St
 
 
 def of(rollout: list[list[float]], target: list[list[float]]) -> StatePairs:
-    """StatePairs from probabilities."""
+    """Build StatePairs from probabilities."""
     parts = [torch.tensor(rows, dtype=torch.float64).log() for rows in (rollout, target)]
     return StatePairs(rollout=parts[0], target=parts[1], token_ids=torch.zeros(len(rollout), 1, dtype=torch.int64))
 

@@ -14,9 +14,8 @@ from helpers.paths import ROOT
 from jackpot.config.recipes import resolve
 
 PAGE = (ROOT / "docs" / "own-problem.md").read_text()
-FILES = {
-    name: body for name, body in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
-}  # by the name in the first line
+# The files of the page, by the name in their first line.
+FILES = {name: body for name, body in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)}
 SHORT = ("iterations=2", "batch.prompts=4", "evaluation.problems=8", "threads=1")
 
 

@@ -278,11 +278,12 @@ def test_a_difference_is_paired_and_has_students_interval(whole_study: "study.St
     }
 
     gap = arms.difference("tis", "none")
-    half = 2.7764451 * stdev(jumps) / math.sqrt(5)
+    half = 2.7764451 * stdev(jumps) / math.sqrt(5)  # of the interval: t of four degrees of freedom
 
-    assert gap.mean == pytest.approx(mean(jumps)) and study.interval_of(gap).high - gap.mean == pytest.approx(half)
+    interval = study.interval_of(gap)
+    assert gap.mean == pytest.approx(mean(jumps)) and interval.high - gap.mean == pytest.approx(half)
     assert arms["tis-none"] == f"+3.0 [{100 * (0.03 - half):+.1f}, {100 * (0.03 + half):+.1f}]"
-    assert study.interval_of(gap).low == pytest.approx(0.03 - half, abs=1e-6)
+    assert interval.low == pytest.approx(0.03 - half, abs=1e-6)
     assert arms["nobody-none"] == "not run yet"
     assert study.interval_of(Sample((0.3,))) == Interval(0.3, low=None, high=None)
 
