@@ -56,6 +56,7 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip("no chromium on this machine; apt-get install chromium")
     playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
     with playwright_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser

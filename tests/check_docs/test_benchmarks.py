@@ -36,11 +36,14 @@ def test_the_floor_of_a_sequence_is_one_forward_pass(benchmarks: ModuleType) -> 
     step, floor = benchmarks.step, importlib.import_module("floor")
     model = step.make_model("fixed", 4096).eval()
     prompt, response = 5, 3
+
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), floor.Products() as products:
         model(torch.arange(prompt + response)[None], logits_to_keep=response)
     cost, length = forward_cost(model), prompt + response
+
     work = importlib.import_module("step_task").tokens_and_pairs([prompt], [response])
     assert work == {"prompt_tokens": prompt, "tokens": response, "pairs": length * (length + 1) // 2}
+
     upper_triangle = cost.per_pair * length * (length - 1) // 2
     floor_flops = floor.forward_flops(cost.per_token, head_cost(model), cost.per_pair, work)
     assert products.by_dtype["fp32"] - upper_triangle == pytest.approx(floor_flops, rel=1e-3)

@@ -20,7 +20,7 @@ def test_the_published_seconds_are_those_of_the_data() -> None:
 
 
 def test_one_row_is_held_out_and_its_ratios_are_on_the_page() -> None:
-    [row] = [one for one in rows() if all(one[key] == value for key, value in HELD_OUT.items())]
+    [row] = [candidate for candidate in rows() if all(candidate[key] == value for key, value in HELD_OUT.items())]
     ours, known = estimated(row, mean_response(row))["iteration"], row["published"]["iteration"]
     assert f"**{row['before']['iteration'] / known:.2f} and {ours / known:.2f}**" in PAGE
 
@@ -37,9 +37,11 @@ def test_hours_beside_a_policy_ahead_are_those_of_the_plan(monkeypatch: pytest.M
     plan, gpu = Estimator(config, model_sizes(config), prompt_lengths(config)), GPUS["H100"]
     shares = plan.shares(gpu, 8)
     hours = plan.run_hours(shares)._replace(evaluating=plan.evaluating(shares))
+
     ahead = plan.ahead(gpu, 8, hours.evaluating)
     assert ahead is not None
-    said = (
+
+    sentence = (
         f"{hours.all / ahead.all:.0%} of its {ahead.all:.1f} hours ({hours.iterations / ahead.iterations:.0%} without"
     )
-    assert said in PAGE and f"takes {ahead.all:.1f} hours, and the small model {hours.all:.1f}" in PAGE
+    assert sentence in PAGE and f"takes {ahead.all:.1f} hours, and the small model {hours.all:.1f}" in PAGE

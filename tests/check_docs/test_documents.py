@@ -34,21 +34,24 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
         "objective.correction.normalizer=exact",
         "policy.ess_scaling=response",
     )
+    runs = (
+        ("obrs", ("batch.micro_batch_tokens=128", "rollout_model.share=0.5", "engine.draft={}")),
+        ("on_policy", ("engine.quantization=int8_w8a8",)),
+        ("obrs", (*critic, *more_settings)),
+    )
+
     from_run = set()
-    for number, (arm, more) in enumerate(
-        (
-            ("obrs", ("batch.micro_batch_tokens=128", "rollout_model.share=0.5", "engine.draft={}")),
-            ("on_policy", ("engine.quantization=int8_w8a8",)),
-            ("obrs", (*critic, *more_settings)),
-        )
-    ):
-        for line in run(small_config("iterations=2", SHORT, *more, arm=arm), tmp_path / str(number)):
+    for index, (arm, more) in enumerate(runs):
+        for line in run(small_config("iterations=2", SHORT, *more, arm=arm), tmp_path / str(index)):
             from_run |= line.keys()
+
     page = (ROOT / "docs" / "metrics.md").read_text()
     page = re.sub(r"`([a-z_]+)/([a-z_0-9]+)`, `_max`", r"`\1/\2` `\1/\2_max`", page)
+
     named = set(re.findall(r"`([a-z_]+/[a-z_0-9.]+)`", page))
     for name in from_run - {"iteration", "time"}:
         assert name.startswith(("seconds/", "cpu_seconds/", "eval/")) or ENDINGS.sub("", name) in named, name
+
     written = {ENDINGS.sub("", name) for name in from_run}
     elsewhere = (
         "seconds/",
@@ -61,6 +64,7 @@ def test_the_metrics_page_explains_every_metric(tmp_path):
         "saved/",
         "engine/",
     )
+
     assert {name for name in named - written if not name.startswith(elsewhere)} == set()
 
 
@@ -68,15 +72,16 @@ def limits_on_the_page() -> dict[str, str]:
     """The limits that docs/metrics.md gives, by the pattern of a metric's name."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
-    found, above = {}, ""
+    limits, above = {}, ""
     for row in rows:
         above = above if row[-1] == "as above" else row[-1]
-        found |= dict.fromkeys(re.findall(r"`([\w/.*]+)`", row[0]), above)
-    return found
+        limits |= dict.fromkeys(re.findall(r"`([\w/.*]+)`", row[0]), above)
+    return limits
 
 
 def test_the_metrics_page_has_every_rule_of_diagnose():
     page = limits_on_the_page()
+
     for rule in RULES:
         cells = [cell for name, cell in page.items() if fnmatch(rule.metric, name)]
         assert cells, f"{rule.metric} does not stand in docs/metrics.md"
@@ -88,9 +93,10 @@ def test_the_metrics_page_has_every_rule_of_diagnose():
 
 def test_the_replay_page_has_every_format():
     page = (ROOT / "docs" / "replay.md").read_text()
-    for name, found in FORMATS.items():
+
+    for name, saved_format in FORMATS.items():
         assert f"`{name}`" in page, name
-        lines = groupby(found.how.splitlines(), key=lambda line: line.startswith("    "))
+        lines = groupby(saved_format.how.splitlines(), key=lambda line: line.startswith("    "))
         for is_code, block in lines:  # the code to add is the same, however its lines are broken
             words = " ".join(re.findall(r"\w+", "\n".join(block)))
             assert not is_code or words in " ".join(re.findall(r"\w+", page)), name
@@ -98,6 +104,7 @@ def test_the_replay_page_has_every_format():
 
 def test_every_place_on_the_architecture_walk_is_there():
     places = re.findall(r"`([\w/]+\.py): ([\w.]+)`", (ROOT / "ARCHITECTURE.md").read_text())
+
     assert len(places) >= 15
     for file, name in places:
         *classes, last = name.split(".")

@@ -18,15 +18,17 @@ from jackpot.config.recipes.listing import list_recipe
 from jackpot.launch.checks import check_start
 from jackpot.ui.commands.train import train
 
-GPUS = {name: found for name in recipe_names() if (found := recipe_notes(name, load_recipe(name)).gpus)}
+# The recipes for GPUs, each with the GPUs that it is for; and the published commands that start them.
+GPUS = {name: gpus for name in recipe_names() if (gpus := recipe_notes(name, load_recipe(name)).gpus)}
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src/jackpot/config/recipes").glob("*.yaml")]
 TYPED = re.compile(rf"(?:torchrun [^`\n]*)?jackpot (?:train|compare|launch) (?:{'|'.join(GPUS)})\b[^`\n#>]*")
-COMMANDS = sorted({found.strip() for page in PAGES for found in TYPED.findall(page.read_text())})
-STARTS = [one for one in COMMANDS if "--tiny" not in one and "--dry-run" not in one]
+COMMANDS = sorted({command.strip() for page in PAGES for command in TYPED.findall(page.read_text())})
+STARTS = [command for command in COMMANDS if "--tiny" not in command and "--dry-run" not in command]
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No Hugging Face Hub can be reached."""
     without_hub(monkeypatch, tmp_path)
 
 
@@ -37,13 +39,16 @@ def started(command: str, cwd: Path) -> tuple[Config, str, int]:
         nodes, ranks = re.search(r"torchrun --nnodes=(\d+) --nproc-per-node=(\d+)", script).groups()
         command = f"--nnodes={nodes} --nproc-per-node={ranks} " + re.search(r"jackpot train .*(?= &)", script)[0]
         command = command.replace("$run", "runs/one")
+
     launcher, _, words = command.partition("jackpot train ")
     [recipe, *words] = shlex.split(words)
     arm = words[words.index("--arm") + 1] if "--arm" in words else None
     config = resolve(recipe, arm, [word for word in words if re.match(r"[a-z_.]+=", word)])
+
     ranks = config.placement.ranks
     for count in re.findall(r"--(?:nnodes|nproc-per-node)[ =](\d+)", launcher):
         ranks *= int(count)
+
     return config, recipe, ranks
 
 
@@ -54,7 +59,7 @@ def kubernetes() -> str:
 
 
 def test_the_pages_have_commands_that_start_gpu_recipes() -> None:
-    assert {shlex.split(one.partition("jackpot ")[2])[0] for one in STARTS} == {"train", "launch"}, STARTS
+    assert {shlex.split(command.partition("jackpot ")[2])[0] for command in STARTS} == {"train", "launch"}, STARTS
 
 
 @pytest.mark.parametrize("command", [*STARTS, kubernetes()])
@@ -84,7 +89,7 @@ def test_a_published_command_fits_the_gpus_of_its_recipe(command: str, tmp_path:
 )
 def test_one_gpu_takes_every_arm(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
     gpus = "1x4090" if arm.startswith("lora") else None  # else that of the recipe
-    train("one_gpu", [], arm, None, dry_run=True, gpus=gpus, tiny=False)
+    train("one_gpu", [], arm, run=None, dry_run=True, gpus=gpus, tiny=False)
     assert (
         f"  jackpot train one_gpu --arm {arm}  # train, on 1 {'4090' if gpus else 'H100'}\n" in capsys.readouterr().out
     )

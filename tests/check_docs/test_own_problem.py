@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,8 @@ from helpers.paths import ROOT
 from jackpot.config.recipes import resolve
 
 PAGE = (ROOT / "docs" / "own-problem.md").read_text()
-FILES = {
-    name: body for name, body in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
-}  # by the name in the first line
+# The files of the page, by the name in their first line.
+FILES = {name: body for name, body in re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)}
 SHORT = ("iterations=2", "batch.prompts=4", "evaluation.problems=8", "threads=1")
 
 
@@ -28,16 +28,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, body in FILES.items():
         (tmp_path / name).write_text(body)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "my_reward", raising=False)
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
     return tmp_path
 
 
 def test_the_files_of_the_page_train_and_its_model_is_loaded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = jackpot("train", "my_problem.yaml", *SHORT, "--run", "runs/my_problem-seed0", cwd=folder)
     assert done.returncode == 0, done.stderr
+
     lines = [json.loads(line) for line in (folder / "runs/my_problem-seed0/metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     assert all(line["reward/mean"] > 0.0 and line["reward/errors"] == 0.0 for line in lines[1:])
+
     exec(compile((folder / "ask.py").read_text(), "ask.py", "exec"), {})
     assert re.search(r"\d", capsys.readouterr().out)
 
@@ -50,14 +52,15 @@ def test_the_rows_and_their_number_are_those_of_the_files(folder: Path) -> None:
 
 
 def test_the_real_arm_changes_what_the_page_says_only(folder: Path) -> None:
-    own, real = (resolve("my_problem.yaml", arm, []).model_dump() for arm in (None, "qwen"))
+    starter, real = (resolve("my_problem.yaml", arm, []).model_dump() for arm in (None, "qwen"))
     for model in ("policy", "rollout_model"):
-        for one in (own, real):
-            del one[model]["path"], one[model]["optimizer"]["learning_rate"]
-    for one in (own, real):
-        del one["sampling"]["max_new_tokens"], one["batch"]["micro_batch_tokens"]
-        del one["precision"], one["engine"]["dtype"], one["device"]
-    assert own == real
+        for settings in (starter, real):
+            del settings[model]["path"], settings[model]["optimizer"]["learning_rate"]
+    for settings in (starter, real):
+        del settings["sampling"]["max_new_tokens"], settings["batch"]["micro_batch_tokens"]
+        del settings["precision"], settings["engine"]["dtype"], settings["device"]
+
+    assert starter == real
 
 
 @pytest.mark.slow

@@ -40,11 +40,11 @@ TABLES = {
 def published() -> list[tuple[str, str, str, str, str, str]]:
     """Return recipe, paper, table, row, column and number of each number, which is text."""
     return [
-        (name, table["paper"], table["table"], row["row"], column, number)
+        (name, table["paper"], table["table"], row["row"], column, value)
         for name in PAPERS
         for table in yaml.load(recipe_files(name)[0].read_text(), yaml.BaseLoader)["published"]
         for row in table["rows"]
-        for column, number in zip(table.get("columns", ()), row.get("numbers", ()), strict=False)
+        for column, value in zip(table.get("columns", ()), row.get("numbers", ()), strict=False)
     ]
 
 
@@ -55,7 +55,9 @@ def test_every_row_of_every_table_is_there_once() -> None:
         for table in list_recipe(name).published
         for row in table.rows
     ]
+
     assert Counter(rows).most_common(1)[0][1] == 1
+
     counts = Counter((paper, re.match(r"(Table \d+)?", table)[0]) for paper, table, _ in rows)
     assert {key: counts[key] for key in TABLES} == {key: rows for key, (rows, _, _) in TABLES.items()}
     assert {paper for paper, _, _ in rows} == {"Jackpot", "submission", "Jet-RL", "TIS post"}
@@ -63,18 +65,20 @@ def test_every_row_of_every_table_is_there_once() -> None:
 
 @pytest.mark.parametrize(("paper", "table"), TABLES)
 def test_the_numbers_of_a_table_are_those_of_the_paper(paper: str, table: str) -> None:
-    numbers = [
-        Decimal(number)
-        for _, its_paper, its_table, _, _, number in published()
-        if (its_paper, its_table.partition(",")[0]) == (paper, table) and number != "null"
+    values = [
+        Decimal(value)
+        for _, its_paper, its_table, _, _, value in published()
+        if (its_paper, its_table.partition(",")[0]) == (paper, table) and value != "null"
     ]
     _, count, total = TABLES[paper, table]
-    assert len(numbers) == count and sum(numbers) == Decimal(total)
+
+    assert len(values) == count and sum(values) == Decimal(total)
 
 
 def test_what_cannot_run_is_an_engine_on_several_gpus() -> None:
     reasons = {row.not_runnable for name in PAPERS for table in list_recipe(name).published for row in table.rows}
     assert all("one GPU" in reason for reason in reasons - {""})
+
     waiting = Counter(
         (name, row.arm)
         for name in PAPERS
@@ -82,6 +86,7 @@ def test_what_cannot_run_is_an_engine_on_several_gpus() -> None:
         for row in table.rows
         if row.not_runnable
     )
+
     assert waiting == {("jet_rl", "jet_rl_32b"): 1}
 
 
@@ -93,6 +98,7 @@ SOURCE = re.compile(
 
 
 def leaves(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """Yield the scalars below a node."""
     if isinstance(node, yaml.ScalarNode):
         yield node
     elif isinstance(node, yaml.SequenceNode):
@@ -108,8 +114,8 @@ def unsourced(text: str) -> list[str]:
     lines = text.splitlines()
     keys = [(key.value, value) for key, value in yaml.compose(text).value]
     settings = [value for key, value in keys if key not in ("description", "base", "published")]
-    numbers = sorted({leaf.start_mark.line for value in settings for leaf in leaves(value)})
-    return [lines[number] for number in numbers if not SOURCE.match(lines[number].partition("  # ")[2])]
+    indices = sorted({leaf.start_mark.line for value in settings for leaf in leaves(value)})
+    return [lines[index] for index in indices if not SOURCE.match(lines[index].partition("  # ")[2])]
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -129,6 +135,7 @@ def test_a_recipe_of_the_post_cites_the_figures_of_its_own_model(name: str, figu
     """Figure 1 is of 32B, and so is "the first 250 steps"; Figure 3 is of 1.5B."""
     text = recipe_files(name)[0].read_text()
     assert set(re.findall(r"source: TIS post, Figure (\d)", text)) <= figures
+
     source = next(line for line in text.splitlines() if line.startswith("iterations: "))
     assert ("not published for this model" in source) == (name == "tis_dapo_distill")
 
@@ -141,20 +148,22 @@ def test_the_page_names_the_recipe_and_its_ambiguities(name: str) -> None:
 def test_published_means_can_occur_or_are_listed() -> None:
     """A mean of n answers to P problems is a multiple of 1 / (nP): 16 answers for AIME, 4 for the rest."""
     impossible, checked = set(), 0
-    for name, paper, table, row, column, number in published():
+    for name, paper, table, row, column, value in published():
         benchmark, _, measure = column.partition(" ")
         repeats = paper == "submission" and re.match(r"Table [134],", table)  # of Jackpot's numbers
-        if name == "threshold_4b" or repeats or benchmark not in BENCHMARKS or number == "null":
+        if name == "threshold_4b" or repeats or benchmark not in BENCHMARKS or value == "null":
             continue  # Table 8 has one decimal
         if measure.startswith("mean@") or measure == "pass@1":
             answers = BENCHMARKS[benchmark].test.size * (16 if benchmark.startswith("aime") else 4)
-            nearest = round(float(number) * answers / 100) * 100 / answers
+            nearest = round(float(value) * answers / 100) * 100 / answers
             checked += 1
-            if abs(nearest - float(number)) > 10 ** -len(number.partition(".")[2]) + 1e-9:  # rounded, or cut off
-                impossible.add((f"{paper} {table}", row, f"{column} {number}"))
+            if abs(nearest - float(value)) > 10 ** -len(value.partition(".")[2]) + 1e-9:  # rounded, or cut off
+                impossible.add((f"{paper} {table}", row, f"{column} {value}"))
+
     listed_there = set(
         re.findall(r"^\| (Jackpot Table \d, \w+ block) \| (.+?) \| (\w+ mean@\d+ [\d.]+) \|$", PAGE, re.M)
     )
+
     assert checked > 150 and impossible == listed_there
 
 
@@ -166,7 +175,10 @@ def regime(config: Config) -> tuple:
     return config.batch.steps_per_iteration, correction.name, target, correction.proximal, clip
 
 
-DEFAULT, DAPO, WIDE = (0.2, 0.2), (0.2, 0.28), (0.4, 0.7)
+# Clips below and above.
+DEFAULT = (0.2, 0.2)
+DAPO = (0.2, 0.28)
+WIDE = (0.4, 0.7)
 REGIMES = {  # DESIGN of the papers' experiments: read there, not from the recipes
     **{("joint_3b", arm): (1, name, "old", "old", DEFAULT) for arm, name in
        {"jackpot": "obrs", "tis_kl": "tis", "only_kl": "none", "on_policy": "none"}.items()},
@@ -207,6 +219,7 @@ def test_an_arm_is_the_regime_of_its_row(name: str, arm: str) -> None:
     assert regime(resolve(name, arm, [])) == REGIMES[name, arm]
 
 
+# Quantization of weights and of the cache, by arm.
 FEWER_BITS = {
     **dict.fromkeys(("jackpot", "tis", "none", "mask_only", "mask_reweight"), (None, "fp8")),
     **dict.fromkeys(("ppo_int8", "tis_int8", "tis_8_int8", "ppo_is_int8", "vanilla_is_int8"), ("int8_w8a8", None)),
@@ -222,6 +235,7 @@ def test_rollouts_have_fewer_bits_where_the_paper_says_so(name: str) -> None:
         assert (engine.name, engine.dtype) == ("vllm", "bf16")
 
 
+# Examples that each paper's run trains on.
 EXAMPLES = {"joint_3b": 14_000, "joint_4b": 20_000, "joint_8b": 15_000, "stale_4b": 30_000, "stale_4b_128": 30_000}
 EXAMPLES |= {"stale_8b": 50_000, "ablation_4b": 100_000, "threshold_4b": 9_000}
 
@@ -232,6 +246,7 @@ def test_a_run_is_as_long_as_its_examples_allow(name: str, arm: str) -> None:
     assert 0 <= EXAMPLES[name] - config.iterations * config.batch.prompts < config.batch.prompts
 
 
+# Policy and rollout model.
 MODELS = {
     "joint_3b": ("Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-1.5B"),
     "joint_4b": ("Qwen/Qwen3-4B-Base", "Qwen/Qwen3-1.7B-Base"),
@@ -256,6 +271,7 @@ def test_every_arm_fits_its_own_limits(name: str, arm: str) -> None:
     """The longest problem with the longest response fits the engine's context and one forward pass."""
     config = resolve(name, arm, [])
     longest = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+
     assert longest <= config.engine.max_model_len and longest <= config.batch.micro_batch_tokens
     assert {
         *(source.source for split in ("train", "test") for source in config.task.sources(split)),

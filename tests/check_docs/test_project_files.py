@@ -14,10 +14,10 @@ LOCK = (ROOT / "requirements-dev.lock").read_text()
 
 def pins(text: str) -> dict[str, set[str]]:
     """Return the versions of each package that a list of pins allows, which may differ by Python."""
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE):
-        found.setdefault(name.lower().replace("_", "-"), set()).add(version)
-    return found
+        versions.setdefault(name.lower().replace("_", "-"), set()).add(version)
+    return versions
 
 
 def test_one_version_stands_everywhere() -> None:
@@ -38,7 +38,7 @@ def test_the_lock_file_has_the_tested_versions() -> None:
         *PROJECT["optional-dependencies"]["train"],
         *PROJECT["optional-dependencies"]["dev"],
     ]
-    names = {re.split(r"[\[<>=]", one)[0] for one in asked} - {PROJECT["name"]}
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in asked} - {PROJECT["name"]}
     assert names - locked.keys() == set()
 
 
@@ -54,6 +54,7 @@ def test_workflows_call_make_and_nothing_else() -> None:
         lines = [step["run"] for step in job["steps"] if "run" in step]
         matrix = job.get("strategy", {}).get("matrix", {}).get("target", ())
         called |= {line for line in lines if "matrix" not in line} | {f"make {target}" for target in matrix}
+
     assert called and called <= {f"make {target}" for target in targets}
 
 

@@ -22,21 +22,27 @@ RECORDED = Path(__file__).with_name("public_api.txt")
 def parameters(function: Any) -> str:
     """Return the parameters without annotations, which may change."""
     plain = []
-    for one in inspect.signature(function).parameters.values():
-        default = Ellipsis if callable(one.default) and one.default is not one.empty else one.default
-        plain.append(one.replace(annotation=one.empty, default=default))
+    for parameter in inspect.signature(function).parameters.values():
+        default = (
+            Ellipsis if callable(parameter.default) and parameter.default is not parameter.empty else parameter.default
+        )
+        plain.append(parameter.replace(annotation=parameter.empty, default=default))
     return str(inspect.Signature(plain))
 
 
 def settings(model: type[BaseModel]) -> str:
-    fields = {key: one.get_default(call_default_factory=True) for key, one in model.model_fields.items()}
+    """Return the settings of a correction with their defaults."""
+    fields = {key: field.get_default(call_default_factory=True) for key, field in model.model_fields.items()}
     return "".join(f", {key}={default!r}" for key, default in fields.items() if key not in ("name", *IN_THE_INPUTS))
 
 
 def described(name: str, value: Any) -> list[str]:
+    """List a name's lines: one of a function, several of a module or a class."""
     if isinstance(value, ModuleType):
-        own = [key for key, one in vars(value).items() if getattr(one, "__module__", None) == value.__name__]
-        return [line for key in own if key[0] != "_" for line in described(f"{name}.{key}", getattr(value, key))]
+        own_names = [
+            key for key, attribute in vars(value).items() if getattr(attribute, "__module__", None) == value.__name__
+        ]
+        return [line for key in own_names if key[0] != "_" for line in described(f"{name}.{key}", getattr(value, key))]
     if value is jackpot.CORRECTIONS:
         return [f"jackpot.correct({key!r}{settings(CORRECTION_SETTINGS[key])}, ...)" for key in sorted(value)]
     if not inspect.isclass(value):
@@ -45,12 +51,17 @@ def described(name: str, value: Any) -> list[str]:
         return [f"{name} = {', '.join(unpacked)}"]
     fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
     members = sorted(fields | {key for key in vars(value) if not key.startswith("_")})
-    found = {member: inspect.getattr_static(value, member, None) for member in members}
-    lines = [f"{name}.{key}{parameters(one) if inspect.isfunction(one) else ''}" for key, one in found.items()]
+    attributes = {member: inspect.getattr_static(value, member, None) for member in members}
+    lines = [
+        f"{name}.{key}{parameters(attribute) if inspect.isfunction(attribute) else ''}"
+        for key, attribute in attributes.items()
+    ]
+
     return [f"{name} <- {value.__mro__[1].__name__}", *lines]
 
 
 def public() -> str:
+    """Return a line for each public name."""
     named = {f"jackpot.{name}": getattr(jackpot, name) for name in jackpot.__all__}
     return "".join(line + "\n" for name, value in named.items() for line in described(name, value))
 

@@ -37,16 +37,20 @@ def test_the_python_block_gives_the_loss_of_equation_5(device: str) -> None:
         "response_mask": torch.tensor([[True, True, False], [True, True, True]], device=device),
         "surrogate": torch.randn(2, 3, device=device),
     }
+
     [block] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(block, names)
+
     mask, rho = names["response_mask"], (names["old_log_probs"] - names["rollout_log_probs"]).exp()
     z = obrs.exact_z(rollout, logits.log_softmax(-1), 1.0)
     assert names["loss"].device.type == device
+
     if device == "meta":
         return
     kappa = rho.clamp(max=1.0)[mask].sum() / z[mask].sum()
     weights = (kappa * z * rho.clamp(min=1.0)).clamp(max=3.0)
     kept = names["accept_mask"].bool()
+
     expected = -(weights * names["surrogate"])[kept & mask].sum() / mask.sum()
     assert kept.any() and torch.allclose(names["loss"], expected, rtol=1e-5)
 
@@ -58,7 +62,8 @@ def test_the_readme_is_short() -> None:
 def test_every_jackpot_command_in_the_readme_parses() -> None:
     commands = re.findall(r"^jackpot (\w+) ?(.*?)(?:\s+#.*)?$", README, re.MULTILINE)
     assert {name for name, _ in commands} == {"train", "diagnose", "report", "compare"}
-    known = {one.name or one.callback.__name__ for one in app.registered_commands}
+
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
     for name, arguments in commands:
         assert name in known
         words = arguments.split()
@@ -96,15 +101,18 @@ def test_the_table_of_costs_is_that_of_the_studys_runs() -> None:
     row_of = r"^\|[^|]*\|[^|]*\| ([\d.]+) \| (\d+) % \| (\d+) % \| (\d+) % \| ([^|]+) \|$"
     table = re.findall(row_of, README, re.MULTILINE)
     reached = Arms(committed().read("first"), "close")
+
     for row, arm in zip(table, arms, strict=True):
         accuracy, *costs = mean_costs(runs, arm)
-        shares = [f"{100 * cost / whole:.0f}" for cost, whole in zip(costs, base[1:], strict=True)]
+        shares = [f"{100 * cost / total:.0f}" for cost, total in zip(costs, base[1:], strict=True)]
         ratios = reached.reaching_cost(arm.partition("/")[2], "all", ALLOWED[-1])
         until = f"{100 * geometric_mean(ratios):.0f} %" if ratios else "never"
         seeds = "" if len(ratios) in (0, 5) else f" ({len(ratios)} of 5)"
         assert list(row) == [f"{100 * accuracy:.1f}", *shares, until + seeds], arm
+
     text = " ".join(README.split())
     assert f"here ({100 * base[1] / base[2]:.0f} % of the FLOPs)" in text
+
     models = re.findall(r"^\| `(policy|close)` \| ([\d,]+) \| [\d,]+ \| ([\d.]+) ", STUDY, re.MULTILINE)
     _, (_, _, times) = models
     assert f"a model with {float(times):.0f} times fewer FLOPs" in text
@@ -113,11 +121,13 @@ def test_the_table_of_costs_is_that_of_the_studys_runs() -> None:
 def test_the_end_of_the_quickstart_is_that_of_a_committed_run() -> None:
     [run] = [run for run in summaries("quickstart.jsonl") if run.seed == 0]
     assert run.problems == resolve("quickstart", None, []).evaluation.problems and run.settings["threads"] == 1
+
     first, last = run.points[0], run.last
     pattern = r"^│ (?:policy|rollout model) +│ +([\d.]+) ± .* ([\d.]+) ± .* │ +\+([\d.]+) ± "
     box = re.findall(pattern, README, re.MULTILINE)
     before = (first.policy_accuracy, first.rollout_model_accuracy)
     after = (last.policy_accuracy, last.rollout_model_accuracy)
+
     assert box == [
         tuple(f"{100 * value:.1f}" for value in (start, end, end - start))
         for start, end in zip(before, after, strict=True)
@@ -137,8 +147,9 @@ def test_the_quickstart_tables_are_of_the_committed_runs() -> None:
     for arm, runs in by_arm.items():
         rate = runs[0].settings["policy"]["optimizer"]["learning_rate"]
         assert resolve("quickstart", arm, []).policy.optimizer.learning_rate == rate  # the recipe's own
+
         after = [100 * run.last.policy_accuracy for run in runs]
-        shares = [f"{100 * cost / whole:.0f} %" for cost, whole in zip(costs_of(runs), base, strict=True)]
+        shares = [f"{100 * cost / total:.0f} %" for cost, total in zip(costs_of(runs), base, strict=True)]
         seeds = " / ".join(f"{value:.1f}" for value in after)
         row = [
             f"`{arm}`",
@@ -147,6 +158,7 @@ def test_the_quickstart_tables_are_of_the_committed_runs() -> None:
             f"{fmean(after):.1f} ({stdev(after):.1f})",
             *shares,
         ]
+
         assert f"| {' | '.join(row)} |" in page
         if f"| `{arm}` | 38" in page:
             assert f"| {fmean(after):.1f} ± {stdev(after):.1f} |" in page
@@ -171,9 +183,11 @@ def test_no_other_number_stands_in_the_readme() -> None:
         "FP8",
         "Apache-2.0",
     )
+
     for name in names:
         assert name in prose
         prose = prose.replace(name, "")
+
     numbers = set(re.findall(r"[\d][\d.,]*\d|\d", prose))
     [seconds] = re.findall(r"after (\d+) CPU seconds", README)
     assert numbers == {"25", seconds}

@@ -17,13 +17,15 @@ def test_every_test_file_of_the_page_exists() -> None:
 
 def test_the_page_has_the_figures_that_were_measured() -> None:
     memory, equal = MEASURED["memory"], MEASURED["equal_rewards"]
-    for found in (memory, equal):
-        assert f"{found['rss_kb_per_iteration']:.1f} kB" in PAGE and found["rss_kb_per_iteration"] < 10.0
+    for figures in (memory, equal):
+        assert f"{figures['rss_kb_per_iteration']:.1f} kB" in PAGE and figures["rss_kb_per_iteration"] < 10.0
+
     first, last = memory["open_files"]
     assert f"the {first} open files stay {last}" in PAGE and first == last
     assert equal["policy_is_unchanged"] and equal["non_finite_steps"] == 0.0 and equal["policy_steps_skipped"] == 500.0
+
     for name in ("replay", "report"):
-        found = MEASURED[name]
-        assert f"| {found['cpu_seconds']:.1f} | {found['peak_mib']:.0f} |" in PAGE
+        figures = MEASURED[name]
+        assert f"| {figures['cpu_seconds']:.1f} | {figures['peak_mib']:.0f} |" in PAGE
     assert f"{MEASURED['replay']['rollouts']:,} rollouts" in PAGE
     assert f"{MEASURED['report']['iterations']:,} iterations of {MEASURED['report']['metrics']} metrics" in PAGE

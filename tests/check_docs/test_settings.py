@@ -1,4 +1,4 @@
-"""docs/settings.md is what `python -m tools.reference_pages` writes."""
+"""docs/settings.md is what its generator writes, and docs/renamed.md counts settings and names files that exist."""
 
 import re
 import runpy
@@ -23,4 +23,5 @@ def test_the_page_of_old_names_leads_to_files_that_exist() -> None:
     rows = [re.findall(r"`([^`]+)`", line) for line in table.splitlines() if line.startswith("| `")]
     outside = ("benchmarks/", "research/", "tools/")
     files = {name if name.startswith(outside) else f"src/jackpot/{name}" for _, *now in rows for name in now}
+
     assert len(rows) > 100 and sorted(name for name in files if not (ROOT / name).is_file()) == []

@@ -85,11 +85,14 @@ def test_every_page_stands_in_the_index_once() -> None:
 def test_short_answers_name_what_exists() -> None:
     text = (DOCS / "faq.md").read_text()
     known = {*settings(*COMMANDS), *(key for command in COMMANDS for key in blocks(command))}
-    keys = {found for found in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)\b", text) if not found.startswith("jackpot.")}
+    keys = {name for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)\b", text) if not name.startswith("jackpot.")}
     keys -= {"metrics.jsonl", "events.jsonl", "config.yaml"}
+
     assert keys and keys - known == set()
+
     metrics = (DOCS / "metrics.md").read_text()
     assert [name for name in re.findall(rf"`((?:{'|'.join(METRICS)})/\w+)`", text) if f"`{name}`" not in metrics] == []
+
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"`jackpot (\w+)", text)) <= commands
 
@@ -101,6 +104,14 @@ def test_the_api_page_has_every_public_name() -> None:
 def test_the_citation_is_of_the_paper() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["preferred-citation"]["url"].endswith("2602.06107")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Run a program, and return what it prints."""
+    variables = {**os.environ, "PATH": f"{DOCS_PROGRAMS}:{os.environ['PATH']}"}  # mike starts mkdocs
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +140,6 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "pages"
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """Run a program, and return what it prints."""
-    variables = {**os.environ, "PATH": f"{DOCS_PROGRAMS}:{os.environ['PATH']}"}  # mike starts mkdocs
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @needs_site
 def test_the_site_builds_with_its_figures_and_every_public_name(site: Path) -> None:
     figures = sum(path.read_text().count("\n```mermaid\n") for path in DOCS.glob("*.md"))
@@ -153,8 +156,9 @@ def test_the_search_finds_the_page_for_usual_words(site: Path) -> None:
     [worker] = site.glob("assets/javascripts/workers/search.*.js")
     node, _ = driver.compute_driver_executable()
     script, index = DOCS.parent / "tests" / "check_docs" / "ask_search.js", site / "search" / "search_index.json"
-    found = json.loads(run(node, script, worker, index, *SEARCHED, cwd=site))
-    assert {word: (hits or [None])[0] for word, hits in zip(SEARCHED, found, strict=True)} == SEARCHED
+
+    hits_of_words = json.loads(run(node, script, worker, index, *SEARCHED, cwd=site))
+    assert {word: (hits or [None])[0] for word, hits in zip(SEARCHED, hits_of_words, strict=True)} == SEARCHED
 
 
 @needs_site
@@ -171,7 +175,7 @@ def test_versions_figures_and_search_need_nothing_else(versions: Path, browser: 
         page.goto(f"{here}0.1/distributed.html")
         page.wait_for_function("document.querySelectorAll('div.mermaid').length == 2")
         assert page.locator("pre.mermaid").count() == 0
-        assert min(page.locator("div.mermaid").nth(place).bounding_box()["height"] for place in range(2)) > 50
+        assert min(page.locator("div.mermaid").nth(index).bounding_box()["height"] for index in range(2)) > 50
         page.wait_for_selector(".md-version__link", state="attached")
         links = page.locator(".md-version__link").evaluate_all("links => links.map(link => link.href)")
         assert links == [f"{here}0.2/", f"{here}0.1/"]
@@ -180,6 +184,7 @@ def test_versions_figures_and_search_need_nothing_else(versions: Path, browser: 
         page.wait_for_selector(".md-search-result__link")
         first = page.locator(".md-search-result__link").first.get_attribute("href")
         assert first and first.startswith(f"{here}0.1/reliability.html")
+
         page.goto(here)
         page.wait_for_url(f"{here}latest/")
         server.shutdown()

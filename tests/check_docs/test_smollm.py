@@ -31,6 +31,7 @@ def row(arm: str) -> str:
         f"{costs[1] / 1e12:.0f}",
         f"{costs[2]:.0f}",
     ]
+
     return f"| {' | '.join(cells)} |"
 
 

@@ -13,7 +13,9 @@ SOURCE = ROOT / "src" / "jackpot"
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 WORDS = re.compile(r"supported|experimental|never run on its target \([^()]+\)")
 SAID = re.compile(rf"Status(?: of [^:]+)?: ({WORDS.pattern})[.,]")
-HELP = {one.name or one.callback.__name__: " ".join(one.help.split()) for one in app.registered_commands}
+HELP = {
+    command.name or command.callback.__name__: " ".join(command.help.split()) for command in app.registered_commands
+}
 
 
 SECTION = (ROOT / "docs" / "index.md").read_text().partition("\n## Status\n")[2].partition("\n## ")[0]
@@ -41,7 +43,9 @@ def test_files_say_the_status_of_their_row() -> None:
     for _, status, *_, files in ROWS:
         for name in re.findall(r"`([^`]+)`", files):
             rows[SOURCE / name if (SOURCE / name).is_file() else ROOT / name] = {status}
+
     assert {path: said_at_the_top(path) for path in rows} == rows
+
     others = set(SOURCE.rglob("*.py")) - set(rows)
     assert [str(path) for path in others if said_at_the_top(path)] == []
 

@@ -11,6 +11,7 @@ from jackpot.config.tasks import CustomTaskConfig, EnvironmentConfig, MathConfig
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
 PAGE = (ROOT / "docs" / "own-problem.md").read_text()
+# A recipe but for its task.
 REST = {
     "iterations": 1,
     "policy": {"path": "p", "optimizer": {"learning_rate": 1e-4}},
@@ -29,6 +30,7 @@ def test_every_example_of_the_page_is_accepted(example):
         "math": MathConfig,
         "reasoning_gym": ReasoningGymConfig,
     }[settings["task"]["name"]]
+
     assert isinstance(build_config(REST | settings).task, kind)
 
 
@@ -36,6 +38,6 @@ def test_the_page_lists_every_benchmark_with_its_files():
     lines = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \| \d.*$", PAGE, re.MULTILINE)}
     assert lines.keys() == BENCHMARKS.keys()
     for name, benchmark in BENCHMARKS.items():
-        for part in filter(None, (benchmark.train, benchmark.test)):
-            assert f"{part.size:,}" in lines[name] and f"`{part.file}`" in lines[name]
+        for split in filter(None, (benchmark.train, benchmark.test)):
+            assert f"{split.size:,}" in lines[name] and f"`{split.file}`" in lines[name]
         assert f"`{benchmark.hub}`" in lines[name] and (benchmark.subset or "") in lines[name]

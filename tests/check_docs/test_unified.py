@@ -10,6 +10,7 @@ from research import unified
 
 
 def main(monkeypatch: pytest.MonkeyPatch, results: Path, commit: str, *arguments: str) -> None:
+    """Run the script as if src/ were at this commit."""
     monkeypatch.setattr(unified, "source", lambda: commit)
     monkeypatch.setattr(sys, "argv", ["unified.py", "--results", str(results), *arguments])
     unified.main()
@@ -34,8 +35,9 @@ def test_each_commit_has_a_table_of_its_own(monkeypatch, results, capsys) -> Non
 
 def test_runs_of_another_commit_or_of_none_are_refused(monkeypatch, results, capsys) -> None:
     chosen = ("--only", "outliers", "--arms", "unified", "--seeds", "101")
-    for commit, left in (("new", "is finished"), ("newer", "runs")):
+    for commit, answer in (("new", "is finished"), ("newer", "runs")):
         main(monkeypatch, results, commit, "--plan", *chosen)
-        assert capsys.readouterr().out.split("101")[1].strip() == left
+        assert capsys.readouterr().out.split("101")[1].strip() == answer
+
     with pytest.raises(SystemExit, match="not in a commit"):
         main(monkeypatch, results, "newer+", *chosen)

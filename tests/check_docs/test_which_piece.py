@@ -11,11 +11,12 @@ from which_piece import lines
 
 
 def rows() -> dict[str, list[str]]:
+    """Read the table: the cells of each framework's row."""
     text = (ROOT / "docs" / "frameworks.md").read_text().split("## In your framework")[1].split("\n## ")[0]
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
     ]
-    return {one[0]: one[1:] for one in cells}
+    return {row[0]: row[1:] for row in cells}
 
 
 def test_the_lines_of_code_are_those_of_files_and_pages():
@@ -27,12 +28,14 @@ def test_the_lines_of_code_are_those_of_files_and_pages():
         counted["TRL, correction"],
         counted["TRL, two models"],
     ]
+
     example = [line for line in (ROOT / "examples" / "tinker_loop.py").read_text().splitlines() if line.strip()]
     assert int(re.match(r"\d+", page["Tinker"][3])[0]) == len(example)
 
 
 def test_the_lines_that_a_dump_needs_are_those_of_the_hints():
     page = rows()
+
     for name, form in (("TRL", "trl"), ("verl", "verl"), ("OpenRLHF", "openrlhf"), ("AReaL", "areal")):
         block: list[str] = []
         for line in FORMATS[form].how.splitlines():  # the first block of code

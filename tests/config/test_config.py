@@ -1,4 +1,4 @@
-"""Settings: what is refused and how it is said, arms, overrides, and defaults."""
+"""How a recipe becomes settings: what is refused and in which words, what arms and overrides change, the defaults."""
 
 import ast
 import math
@@ -52,13 +52,14 @@ def build(*changes, **options):
 
 
 def message(*changes, **options):
+    """The words with which the changes are refused."""
     with pytest.raises(ConfigError) as error:
         build(*changes, **options)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "sentence"),
     [
         ({"objective.advantage": "reinforce_pp"}, "advantage 'reinforce_pp' compares with no group"),
         ({"objective.advantage": "gae", "critic": {"optimizer": {}}}, "advantage 'gae' compares with no group"),
@@ -71,10 +72,11 @@ def message(*changes, **options):
         ({"rollout_model.share": {"schedule": "step", "hold": 1}}, "share is 0 or 1 in every iteration"),
     ],
 )
-def test_a_baseline_that_would_change_nothing_is_refused(changes, said):
+def test_a_baseline_that_would_change_nothing_is_refused(changes, sentence):
     mixed = {"objective.baseline": "model", "rollout_model.split": "group", "rollout_model.share": 0.5}
     build(OBRS, mixed)
-    assert said in message(OBRS, mixed, changes)
+
+    assert sentence in message(OBRS, mixed, changes)
 
 
 # Unknown and impossible settings
@@ -96,6 +98,7 @@ def test_a_baseline_that_would_change_nothing_is_refused(changes, said):
     ],
 )
 def test_an_unknown_setting_is_refused_with_a_guess(key, guess):
+
     text = message({key: 1})
     assert text.startswith(f"unknown setting {key!r}; did you mean {guess!r}? Valid: ")
     assert guess in text.split("Valid: ")[1].split(", ")
@@ -142,9 +145,12 @@ def test_a_value_of_two_kinds_gets_a_single_sentence():
 
 
 def test_a_recipe_that_cannot_be_read_is_named_with_its_heir(tmp_path):
-    missing, based, empty = tmp_path / "missing.yaml", tmp_path / "based.yaml", tmp_path / "empty.yaml"
+    missing = tmp_path / "missing.yaml"
+    based = tmp_path / "based.yaml"
     based.write_text("base: quickstrat\n")
+    empty = tmp_path / "empty.yaml"
     empty.write_text("")
+
     with pytest.raises(ConfigError, match=f"there is no file {missing}. jackpot recipes lists"):
         load_recipe(str(missing))
     with pytest.raises(ConfigError, match="the package's recipe is called quickstart"):
@@ -198,14 +204,14 @@ WRONG_VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("key", "given", "guess", "valid"), UNKNOWN_VALUES)
-def test_an_unknown_value_is_refused_with_a_guess(key, given, guess, valid):
-    assert message({key: given}) == f"{key}: unknown value {given!r}{guess} Valid: {valid}"
+@pytest.mark.parametrize(("key", "value", "guess", "valid"), UNKNOWN_VALUES)
+def test_an_unknown_value_is_refused_with_a_guess(key, value, guess, valid):
+    assert message({key: value}) == f"{key}: unknown value {value!r}{guess} Valid: {valid}"
 
 
-@pytest.mark.parametrize(("key", "given", "allowed"), WRONG_VALUES)
-def test_a_wrong_value_is_refused_with_what_is_allowed(key, given, allowed):
-    assert message({key: given}) == f"{key}: {given!r} was given. Input should be {allowed}"
+@pytest.mark.parametrize(("key", "value", "allowed"), WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_what_is_allowed(key, value, allowed):
+    assert message({key: value}) == f"{key}: {value!r} was given. Input should be {allowed}"
 
 
 def test_a_wrong_value_in_a_list_is_refused_with_its_index():
@@ -267,23 +273,25 @@ def test_oapl_takes_its_advantage_its_reference_and_no_lengths():
         "objective.advantage": "oapl",
         "objective.correction": {"name": "none", "proximal": "rollout"},
     }
+
     assert build(oapl).objective.oapl_beta == 1.0
+
     build(oapl, {"objective.loss_agg_mode": "seq-mean-token-sum-norm"})
-    for changes, said in (
+    for changes, sentence in (
         ({"objective.advantage": "grpo"}, "advantage is 'grpo'; set advantage to oapl"),
         ({"objective.correction.proximal": "old"}, "correction is 'none' with proximal 'old'; set correction to"),
         ({"objective.correction": {"name": "tis"}}, "correction is 'tis' with proximal 'old'; set correction to"),
         ({"objective.loss_agg_mode": "seq-mean-token-mean"}, "divides each response by its length; use token-mean"),
         ({"objective.oapl_beta": 0.0}, "greater than 0"),
     ):
-        assert said in message(oapl, changes)
+        assert sentence in message(oapl, changes)
 
 
 def test_a_constant_denominator_with_accepted_counts_is_refused():
     changes = {"objective.loss_agg_mode": "seq-mean-token-sum-norm", "objective.count": "accepted"}
     assert "use count: proposed, or loss_agg_mode: token-mean or seq-mean-token-mean" in message(changes)
-    for one in changes:
-        build({one: changes[one]})
+    for key in changes:
+        build({key: changes[key]})
 
 
 # Normalizers
@@ -291,9 +299,11 @@ def test_a_constant_denominator_with_accepted_counts_is_refused():
 
 def test_topk_without_top_log_probs_is_refused():
     assert "normalizer 'topk' needs the engine's top-k" in message({"sampling.num_top_log_probs": 0})
+
     build({"sampling.num_top_log_probs": 0, "objective.correction": "tis"})
     topk = {"objective.correction.name": "dppo", "objective.correction.divergence": "topk"}
     assert "divergence 'topk' needs the engine's top-k" in message({"sampling.num_top_log_probs": 0} | topk)
+
     build({"sampling.num_top_log_probs": 0, "objective.correction": "dppo"})
     build({"sampling.num_top_log_probs": 0, "objective.correction.normalizer": "exact"})
 
@@ -302,6 +312,7 @@ def test_topk_without_top_log_probs_is_refused():
 def test_an_exact_normalizer_of_a_truncated_engine_is_refused(truncation):
     exact = {"objective.correction.normalizer": "exact"}
     text = message(exact, truncation)
+
     assert "the engine samples with top_p" in text and "use top_p 1 and top_k 0, or normalizer: topk" in text
     build(exact)
     build(truncation)
@@ -322,16 +333,22 @@ def test_an_exact_normalizer_of_moved_weights_is_refused():
         build(exact_new, several, {"objective.correction.target": "old"})
         build(exact_new, several, {"rollout_model.optimizer": None})  # frozen: its weights stay
         assert "moved on" in message(exact_new, several, {"rollout_model": None})  # the policy itself moves
+
     build(exact_new)
 
 
 def test_an_exact_normalizer_needs_unquantized_engines():
     exact = {"objective.correction.normalizer": "exact"}
-    own = {"evaluation.engine": {"name": "transformers", "quantization": "int8_w8a8"}}
-    build(exact, own)  # it generates in evaluations alone
-    assert "evaluation.engine samples from a quantized copy" in message(exact, own, {"rollout_model.share": 0.5})
+    of_evaluations = {"evaluation.engine": {"name": "transformers", "quantization": "int8_w8a8"}}
+    build(exact, of_evaluations)  # it generates in evaluations alone
+
+    assert "evaluation.engine samples from a quantized copy" in message(
+        exact, of_evaluations, {"rollout_model.share": 0.5}
+    )
+
     of_rollouts = {"engine": {"quantization": "int8_w8a8"}, "evaluation.engine": {"name": "transformers"}}
     assert "but engine samples from a quantized copy" in message(exact, of_rollouts)
+
     build(exact, of_rollouts, {"rollout_model.share": 0.0})
 
 
@@ -357,13 +374,14 @@ def test_a_lora_block_has_defaults_and_takes_one_name_or_several():
     assert build({"policy.lora": {}}).policy.lora == config.LoraConfig(
         rank=16, alpha=32, target_modules=("all-linear",)
     )
-    for given, names in (("q_proj", ("q_proj",)), (["q_proj", "v_proj"], ("q_proj", "v_proj"))):
-        assert build({"rollout_model.lora": {"target_modules": given}}).rollout_model.lora.target_modules == names
+
+    for modules, names in (("q_proj", ("q_proj",)), (["q_proj", "v_proj"], ("q_proj", "v_proj"))):
+        assert build({"rollout_model.lora": {"target_modules": modules}}).rollout_model.lora.target_modules == names
 
 
-@pytest.mark.parametrize("given", [[], [1], 1])
-def test_target_modules_that_are_no_names_are_refused(given):
-    assert message({"policy.lora": {"target_modules": given}}).startswith("policy.lora.target_modules")
+@pytest.mark.parametrize("modules", [[], [1], 1])
+def test_target_modules_that_are_no_names_are_refused(modules):
+    assert message({"policy.lora": {"target_modules": modules}}).startswith("policy.lora.target_modules")
 
 
 def test_an_unknown_setting_of_lora_is_refused():
@@ -380,7 +398,7 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "sentence"),
     [
         ({"optimizer": None}, "distill_control was given for a frozen rollout model"),
         ({"ppo_weight": 0.0}, "AdamW does not see the scale of a single loss"),
@@ -409,10 +427,11 @@ def test_an_adapter_on_a_frozen_rollout_model_is_refused():
         ),
     ],
 )
-def test_a_distillation_that_cannot_be_controlled_is_refused(changes, said):
+def test_a_distillation_that_cannot_be_controlled_is_refused(changes, sentence):
+    # what is named without its block is of rollout_model
     block = {key if "." in key else f"rollout_model.{key}": value for key, value in changes.items()}
     block = {f"rollout_model.{key}" if key.startswith("distill") else key: value for key, value in block.items()}
-    assert said in message(OBRS, {"rollout_model.distill_control": {"target": 0.5}}, block)
+    assert sentence in message(OBRS, {"rollout_model.distill_control": {"target": 0.5}}, block)
 
 
 # Blocks that say what differs from another one
@@ -423,6 +442,7 @@ def test_the_critics_optimizer_differs_from_the_policys():
     built = build(changes, {"critic": {"optimizer": {"learning_rate": 1e-5, "betas": [0.9, 0.99]}}})
     assert built.critic.optimizer == config.OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.99), weight_decay=0.5)
     assert "critic.optimizer: is missing" in message(changes, {"critic": {}})
+
     changes["policy.optimizer.weights_dtype"] = "bf16"
     assert build(changes, {"critic": {"optimizer": {}}}).critic.optimizer.weights_dtype is None
 
@@ -435,13 +455,16 @@ def test_held_out_data_without_a_source_is_refused():
 def test_the_engine_of_evaluations_differs_or_is_whole():
     vllm = {"engine": {"name": "vllm", "dtype": "bf16", "quantization": "fp8"}}
     assert build(vllm).evaluation.engine is None
+
     other = build(vllm, {"evaluation.engine.quantization": None}).evaluation.engine
     assert (other.name, other.dtype, other.quantization) == ("vllm", "bf16", None)
     assert build({"engine": "vllm", "evaluation.engine.dtype": "bf16"}).evaluation.engine.name == "vllm"
     assert build({"evaluation.engine.dtype": "bf16"}).evaluation.engine.name == "transformers"
-    for whole in ("transformers", "vllm"):
-        other = build(vllm, {"evaluation.engine": whole}).evaluation.engine
-        assert (other.name, other.dtype, other.quantization) == (whole, "fp32", None)
+
+    for name in ("transformers", "vllm"):
+        other = build(vllm, {"evaluation.engine": name}).evaluation.engine
+        assert (other.name, other.dtype, other.quantization) == (name, "fp32", None)
+
     assert message(vllm, {"evaluation.engine.urls": "x"}).startswith("unknown setting 'evaluation.engine.urls'")
 
 
@@ -480,6 +503,7 @@ def test_weights_reach_other_machines_through_a_folder():
         "engine": {"name": "vllm_server", "urls": ["http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:2"]}
     }
     engine = {"evaluation.engine": "transformers"}
+
     assert build(servers, engine).engine.weights_folder is None
     for far in ("http://gpu7:8000", "http://127.gpu7.org:8000"):
         urls = [*servers["engine"]["urls"], far]
@@ -489,10 +513,12 @@ def test_weights_reach_other_machines_through_a_folder():
 def test_a_task_by_name_has_that_tasks_settings():
     assert build().task == build({"task": "arithmetic"}).task == config_tasks.ArithmeticConfig()
     assert build({"task": "tool_arithmetic"}).task == config_tasks.ToolArithmeticConfig()
+
     tool = {"name": "tool_arithmetic", "max_operand": 12}
     assert build({"task": tool}).task == config_tasks.ToolArithmeticConfig(max_operand=12)
     assert build({"task.max_operand": 12}).task == config_tasks.ArithmeticConfig(max_operand=12)
     assert "min_terms 4 is above max_terms 3" in message({"task": tool | {"min_terms": 4}})
+
     text = message({"task": tool | {"max_operands": 12}})
     assert text.startswith("unknown setting 'task.max_operands'; did you mean 'task.max_operand'?")
 
@@ -504,10 +530,12 @@ def test_data_and_rewards_have_short_forms():
     task = build({"task": MATH}).task
     assert (task.train.source, task.test.source) == ("gsm8k", "math500")
     assert [reward.name for reward in task.rewards] == ["correct"]
+
     long = {
         "train": {"source": "gsm8k", "limit": 5},
         "rewards": [{"name": "correct"}, {"name": "format", "weight": 0.5}],
     }
+
     changed = build({"task": MATH, "task.train.limit": 5, "task.rewards": ["correct", "format"]}).task
     assert changed.train == build({"task": MATH | long}).task.train
     assert [(reward.name, reward.weight) for reward in build({"task": MATH | long}).task.rewards] == [
@@ -519,7 +547,7 @@ def test_data_and_rewards_have_short_forms():
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "threshold"),
+    ("verdict", "name", "threshold"),
     [
         (0.5, "reward", 0.5),
         (-1, "reward", -1.0),
@@ -529,8 +557,8 @@ def test_data_and_rewards_have_short_forms():
         ({"name": "a:b", "threshold": 0.25}, "a:b", 0.25),
     ],
 )
-def test_a_verdict_has_short_forms(given, name, threshold):
-    task = build({"task": MATH | {"rewards": "a:b", "verdict": given}}).task
+def test_a_verdict_has_short_forms(verdict, name, threshold):
+    task = build({"task": MATH | {"rewards": "a:b", "verdict": verdict}}).task
     assert (task.verdict.name, task.verdict.threshold) == (name, threshold) and task.decides == task.verdict
     assert build({"task": task.model_dump()}).task == task  # as a run folder holds it
 
@@ -554,18 +582,21 @@ def test_another_source_replaces_its_block_and_the_same_not():
     assert merge(block, {"x": {"source": "gsm8k"}}) == {"x": {"source": "gsm8k"}}
     assert merge(block, {"x": "own.jsonl"}) == block
     assert merge(block, {"x": {"limit": 5}}) == {"x": block["x"] | {"limit": 5}}
+
     named = build({"task": MATH, "task.train": "math500"}).task.train
     assert build({"task": MATH, "task.train.limit": 5, "task.train.source": "math500"}).task.train == named
 
 
 def test_settings_of_data_that_do_not_go_together_are_refused():
     assert "rewards: format is given more than once" in message({"task": MATH, "task.rewards": ["format", "format"]})
+
     assert message({"task": MATH, "task.train.lmit": 5}).startswith(
         "unknown setting 'task.train.lmit'; did you mean 'task.train.limit'?"
     )
     assert (
         message({"task": {"name": "math", "train": "gsm8k"}}) == "task.test: is missing; it has no default, so set it"
     )
+
     assert message({"task": MATH, "task.train.limit": 0}).startswith("task.train.limit: 0 was given.")
     assert message({"task": MATH, "task.train": 3}).startswith("task.train: 3 was given, but")
     assert "did you mean 'plain'" in message({"task": MATH, "task.train.answers": "plane"})
@@ -575,6 +606,7 @@ def test_merge_goes_down_and_leaves_its_arguments_alone():
     base = {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
     changes = {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
     merged = merge(base, changes)
+
     assert merged == {"a": {"b": 1, "c": {"d": 3, "f": 4}}, "e": [3], "g": None}
     assert base == {"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}
     assert changes == {"a": {"c": {"d": 3, "f": 4}}, "e": [3], "g": None}
@@ -611,9 +643,11 @@ def test_overrides_beat_the_arm_and_the_arm_the_recipe():
         "description": "recipe",
         "arms": {"b": {"seed": 2, "description": "arm"}, "empty": None},
     }
+
     assert build_config(recipe).seed == 1
     assert build_config(recipe, "empty").seed == 1
     assert build_config(recipe, "b").seed == 2
+
     both = build_config(recipe, "b", [nest("seed", 3), nest("iterations", 9), nest("seed", 4)])
     assert (both.seed, both.description, both.iterations) == (4, "arm", 9)
 
@@ -623,14 +657,17 @@ def test_a_chosen_block_keeps_what_was_set_in_it_before(correction):
     typed = [nest("objective.correction.cap", 5.0), nest("objective.correction", correction), nest("seed", 1)]
     orders = [typed, typed[::-1], [typed[0], {"objective": {"correction": correction, "clip_low": 0.2}}]]
     for overrides in orders:
-        found = build_config(RECIPE, None, overrides).objective.correction
-        assert (found.name, found.cap) == ("tis", 5.0)
+        chosen = build_config(RECIPE, overrides=overrides).objective.correction
+        assert (chosen.name, chosen.cap) == ("tis", 5.0)
+
     later = [*typed, nest("objective.correction", {"name": "tis", "cap": 4.0})]
-    assert build_config(RECIPE, None, later).objective.correction.cap == 4.0
+    assert build_config(RECIPE, overrides=later).objective.correction.cap == 4.0
+
     alone = [nest("rollout_model.share", 0.5), nest("rollout_model", None)]
-    assert build_config(RECIPE, None, alone).rollout_model is None
+    assert build_config(RECIPE, overrides=alone).rollout_model is None
+
     without = [nest("engine.draft.tokens", 4), nest("engine", {"name": "transformers", "draft": None})]
-    assert build_config(RECIPE, None, without).engine.draft is None
+    assert build_config(RECIPE, overrides=without).engine.draft is None
 
 
 def test_an_arm_may_exchange_the_correction():
@@ -638,6 +675,7 @@ def test_an_arm_may_exchange_the_correction():
         "objective": {"correction": {"name": "obrs", "lam": 2.0}},
         "arms": {"tis": {"objective": {"correction": {"name": "tis", "cap": 2.0}}}, "obrs": {}},
     }
+
     assert build_config(recipe, "tis").objective.correction == config.TISCorrection(cap=2.0)
     assert build_config(recipe, "obrs").objective.correction == config_corrections.OBRSCorrection(lam=2.0)
 
@@ -667,11 +705,12 @@ def test_a_resolved_config_is_a_recipe_for_itself():
 
 
 def blocks(*roots):
-    found = list(roots)
-    for block in found:
+    """List these classes of settings, and all classes of settings inside them."""
+    classes = list(roots)
+    for block in classes:
         for field in block.model_fields.values():
-            found += [cls for cls in model_classes(field.annotation) if cls not in found]
-    return found
+            classes += [cls for cls in model_classes(field.annotation) if cls not in classes]
+    return classes
 
 
 ROOTS = (Config, BenchmarksConfig, MismatchConfig, RecipeNotes)
@@ -689,10 +728,12 @@ def test_settings_are_read_without_heavy_packages():
     modules = (path.relative_to(PACKAGE).with_suffix("").parts for path in sorted((PACKAGE / "config").rglob("*.py")))
     names = [".".join(["jackpot", *parts]).removesuffix(".__init__") for parts in modules]
     assert "jackpot.config.config" in names and "jackpot.config.recipes" in names
+
     bare = [name for name in names if not name.startswith("jackpot.config.recipes")]
     program = "\n".join(f"import {name}" for name in [*bare, "sys"]) + "\nassert 'yaml' not in sys.modules\n"
     program += "\n".join(f"import {name}" for name in names)
     program += "\nprint({'torch', 'transformers', 'numpy', 'rich', 'typer'} & sys.modules.keys())"
+
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stdout + done.stderr
 
@@ -734,15 +775,30 @@ def test_every_name_that_a_setting_allows_exists_in_the_code():
     assert allowed(config_corrections.OBRSCorrection, "normalizer") == joint.NORMALIZERS.keys()
     assert allowed(config.RolloutModelConfig, "distill") == losses.DISTILLATIONS.keys()
     assert allowed(config_corrections.OBRSCorrection, "proximal") == joint.references(*[torch.zeros(1)] * 3).keys()
+
     names = {block.model_fields["name"].default for block in blocks(Config) if block.__name__.endswith("Correction")}
     assert names == corrections.CORRECTIONS.keys() | {"custom"}
     tasks = model_classes(Config.model_fields["task"].annotation)
     assert {task.model_fields["name"].default for task in tasks} == TASKS.keys() | {"custom"}
 
 
+def parameter_defaults(tree, names):
+    """(line, name, source of the default) of every parameter with one of these names that has one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            positional = [*node.args.posonlyargs, *node.args.args]
+            # defaults are those of the last parameters
+            by_position = zip(positional[::-1], node.args.defaults[::-1], strict=False)
+            by_name = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            for parameter, default in [*by_position, *by_name]:
+                if default is not None and parameter.arg in names:
+                    yield node.lineno, parameter.arg, ast.unparse(default)
+
+
 @pytest.mark.seconds
 def test_a_default_is_written_once():
     """No function or class elsewhere gives a parameter the name and the default of a setting."""
+    # name and default of every setting but names and seeds
     defaults = {
         (name, repr(field.default))
         for module in (config, config_corrections, config_objective)
@@ -752,6 +808,7 @@ def test_a_default_is_written_once():
         if isinstance(field.default, int | float | str | bool) and name not in ("name", "seed")
     }
     names = {name for name, _ in defaults}
+
     repeated = [
         f"{path.relative_to(PACKAGE)}:{line} {name} = {value}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -759,19 +816,8 @@ def test_a_default_is_written_once():
         for line, name, value in parameter_defaults(ast.parse(path.read_text()), names)
         if (name, value) in defaults
     ]
+
     assert repeated == []
-
-
-def parameter_defaults(tree, names):
-    """(line, name, source of the default) of every parameter with one of these names that has one."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.Lambda):
-            positional = [*node.args.posonlyargs, *node.args.args]
-            given = zip(positional[::-1], node.args.defaults[::-1], strict=False)
-            named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-            for parameter, default in [*given, *named]:
-                if default is not None and parameter.arg in names:
-                    yield node.lineno, parameter.arg, ast.unparse(default)
 
 
 @pytest.mark.parametrize("arms", [["x"], {"x": "none"}, 3])
@@ -786,7 +832,7 @@ def test_arms_that_are_no_mapping_of_mappings_are_refused(arms):
 )
 def test_numbers_that_no_optimizer_can_use_are_refused(key, value):
     with pytest.raises(ConfigError, match=f"policy.optimizer.{key}"):
-        build_config(RECIPE, None, [nest(f"policy.optimizer.{key}", value)])
+        build_config(RECIPE, overrides=[nest(f"policy.optimizer.{key}", value)])
 
 
 CAPS = ("objective.correction.c1", "objective.correction.c2", "policy.optimizer.max_grad_norm")

@@ -1,10 +1,10 @@
-"""Two commands with different overrides have different folders."""
+"""The labels of overrides in the name of a run's folder: short, and never the same for different overrides."""
 
 import pytest
 
 from jackpot.config.names import LONGEST, override_labels
 
-LABELS = {
+LABELS = {  # by override
     "objective.correction.lam=2.0": "lam2.0",
     "critic.lam=2.0": "critic.lam2.0",
     "objective.correction.c1=3.0": "c1=3.0",
@@ -39,7 +39,7 @@ def test_what_cannot_be_written_out_has_a_hash(texts: list[str]) -> None:
 
 
 def test_many_overrides_are_cut_and_have_a_hash() -> None:
-    many = [f"task.kwargs.word{number}=1" for number in range(20)]
+    many = [f"task.kwargs.word{index}=1" for index in range(20)]
     labels = override_labels(many)
     assert labels[0] == "task.kwargs.word0=1" and len("-".join(labels)) <= LONGEST + 11
     assert labels != override_labels([*many[:-1], "task.kwargs.word19=2"])

@@ -1,4 +1,4 @@
-"""Which processes generate where `placement.engines` is auto."""
+"""Which processes generate where `placement.engines` is auto, and which of their engines sleep in between."""
 
 import pytest
 
@@ -15,8 +15,12 @@ SERVERS = "{name: vllm_server, urls: 'http://127.0.0.1:%d'}"
 
 def placed(config: Config, ranks: int, on_gpu: bool = True, local_ranks: int | None = None) -> tuple[int, bool, bool]:
     """How many engine processes there are, and whether the engine, and that of evaluations, sleep."""
-    found = place_engines(config, ranks, on_gpu, local_ranks)
-    return found.placement.engines, sleeps(found.engine), sleeps(found.evaluation.engine or found.engine)
+    placed_config = place_engines(config, ranks, on_gpu, local_ranks)
+    return (
+        placed_config.placement.engines,
+        sleeps(placed_config.engine),
+        sleeps(placed_config.evaluation.engine or placed_config.engine),
+    )
 
 
 def test_ranks_on_gpus_have_engines_beside_them_that_sleep() -> None:
@@ -41,6 +45,7 @@ def test_what_was_chosen_stays() -> None:
     chosen = small_config("placement.engines=3", "engine.enable_sleep_mode=true")
     assert place_engines(chosen, 8, on_gpu=True) is chosen
     assert placed(small_config("engine.enable_sleep_mode=false"), 2) == (2, False, False)
+
     servers = [f"engine={SERVERS % 1}", f"evaluation.engine={SERVERS % 2}"]
     assert placed(small_config(*servers), 8) == (0, False, False)
 

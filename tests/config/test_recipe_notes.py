@@ -24,6 +24,7 @@ published:
 
 
 def write(folder: Path, text: str = RECIPE, name: str = "mine.yaml") -> str:
+    """Write a recipe, and return its path."""
     path = folder / name
     path.write_text(dedent(text))
     return str(path)
@@ -59,7 +60,7 @@ def test_bases_in_a_circle_are_refused(tmp_path: Path) -> None:
         load_recipe(str(first))
 
 
-MISTAKES = {
+MISTAKES = {  # what stands in RECIPE, what is written there by mistake, and the words that name it
     "an arm that is nowhere": ("arm: plain, numbers", "arm: plan, numbers", "'plan', which the recipe has not"),
     "a reason for an arm that is there": ("arm: fp8", "arm: plain", "'plain', which the recipe has"),
     "a number too few": ("[91, 20.25]", "[91]", "1 numbers for 2 columns"),

@@ -1,4 +1,4 @@
-"""What the walk over the classes of settings finds, and what `jackpot config` prints of it."""
+"""`jackpot config` finds every setting and block, with its values, default and users, and prints them."""
 
 import math
 from collections.abc import Iterator
@@ -16,10 +16,8 @@ from jackpot.config.reference import COMMANDS, blocks, find, own_settings, setti
 from jackpot.core.errors import ConfigError
 
 SETTINGS = settings(*COMMANDS)
+# Blocks that say what differs from another block.
 DIFFERENCES = ("evaluation.engine.", "critic.optimizer.")
-
-
-ALL = "jackpot train, jackpot eval, jackpot mismatch"
 
 
 @pytest.mark.parametrize(
@@ -115,6 +113,7 @@ def test_a_number_without_bound_is_read_again_as_it_was() -> None:
             continue
         accepted.append(name)
         assert adapter.validate_json(adapter.dump_json(value)) == value, name
+
     assert "OBRSCorrection.c1" in accepted and "ObjectiveConfig.clip_high" not in accepted
 
 
@@ -122,24 +121,26 @@ def test_every_setting_of_a_run_is_found() -> None:
     """Counted by another walk: every field of every class that holds no class itself."""
 
     def leaves(kind: type, prefix: str = "") -> set[str]:
-        found = set()
+        keys = set()
         for name, field in kind.model_fields.items():
             classes = model_classes(field.annotation)
             below = f"{prefix}{name}" + ("[]." if name in ("rewards", "benchmarks", "dataset") else ".")
-            found |= set().union(*(leaves(cls, below) for cls in classes)) if classes else {prefix + name}
-            if classes and any(float in get_args(part) for part in get_args(field.annotation)):  # a number or a block
-                found.add(prefix + name)
-        return found
+            keys |= set().union(*(leaves(cls, below) for cls in classes)) if classes else {prefix + name}
+            # a number or a block
+            if classes and any(float in get_args(alternative) for alternative in get_args(field.annotation)):
+                keys.add(prefix + name)
+        return keys
 
     expected = {key for key in leaves(Config) if not key.startswith(DIFFERENCES)}
     assert settings("train").keys() == expected | {block.removesuffix(".") for block in DIFFERENCES}
 
 
 def test_a_block_is_found_with_choices_and_settings_below() -> None:
-    found, below = find("engine")
-    assert {block.command for block in found} == {"train", "eval"}
-    assert [name for name, _ in found[0].variants] == ["transformers", "vllm", "vllm_server", "sglang_server"]
+    engines, below = find("engine")
+    assert {block.command for block in engines} == {"train", "eval"}
+    assert [name for name, _ in engines[0].variants] == ["transformers", "vllm", "vllm_server", "sglang_server"]
     assert all(setting.key.startswith("engine.") for setting in below) and len(below) == 20
+
     below = find("task.rewards")[1]
     assert [setting.key for setting in below][:2] == ["task.rewards[].name", "task.rewards[].weight"]
     assert find("learners.0.autocast")[1] == [SETTINGS["learners[].autocast"]]
@@ -163,8 +164,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, message: str)
 
 
 def test_the_other_commands_show_what_they_have_in_addition() -> None:
-    own, shared = own_settings("eval")
-    assert {"model", "benchmarks", "k", "problems"} <= {setting.key for setting in own}
+    additional, shared = own_settings("eval")
+
+    assert {"model", "benchmarks", "k", "problems"} <= {setting.key for setting in additional}
     assert shared == [
         "arithmetic",
         "tool_arithmetic",
@@ -176,23 +178,27 @@ def test_the_other_commands_show_what_they_have_in_addition() -> None:
         "engine",
         "sampling",
     ]
-    assert not {"engine.dtype", "math.template"} & {setting.key for setting in own}
+    assert not {"engine.dtype", "math.template"} & {setting.key for setting in additional}
 
 
 def test_the_command_prints_all_one_and_what_is_near(tmp_path: Path) -> None:
     everything = jackpot("config", "--all", cwd=tmp_path)
     assert everything.returncode == 0 and all(key in everything.stdout for key in settings("train"))
+
     short = jackpot("config", cwd=tmp_path, COLUMNS="80").stdout
     assert all(block in short for block in ("rollout_model", "objective", "placement", "jackpot mismatch"))
     assert "objective.clip_high" not in short and max(map(len, short.splitlines())) <= 80
-    one = jackpot("config", "objective.correction.cap", cwd=tmp_path).stdout.splitlines()
-    assert one[:3] == [
+
+    cap = jackpot("config", "objective.correction.cap", cwd=tmp_path).stdout.splitlines()
+    assert cap[:3] == [
         "objective.correction.cap",
         "  values   number > 0 or null",
         "  default  3.0 (tis, min_prefix); 5.0 (drop); 2.0 (seq_tis, f_tis); 20.0 (dppo)",
     ]
+
     block = jackpot("config", "engine", cwd=tmp_path).stdout
     assert "`engine=vllm`: vLLM decodes in the learner's process" in block and "engine.max_num_seqs" in block
+
     wrong = jackpot("config", "clip_lo", cwd=tmp_path)
     assert (
         wrong.returncode == 2

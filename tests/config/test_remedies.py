@@ -367,19 +367,23 @@ def accept(settings: list[str], ranks: int) -> None:
             guess = re.match(r"unknown setting '([\w.]+)'; did you mean ([\w.]+)", str(error))
             if not guess:
                 raise
-            settings = [re.sub(rf"^{re.escape(guess[1])}=", f"{guess[2]}=", one) for one in settings]
+            settings = [re.sub(rf"^{re.escape(guess[1])}=", f"{guess[2]}=", setting) for setting in settings]
+
     raise AssertionError(settings)
 
 
 @cache
-def message_of(number: int) -> str:
-    refused = REFUSED[number]
+def message_of(index: int) -> str:
+    """The message with which an entry of the table is refused."""
+    refused = REFUSED[index]
     with pytest.raises((ConfigError, EngineError)) as error:
         begin(list(refused.settings), refused.ranks)
+
     return str(error.value)
 
 
 def alternatives(message: str) -> list[str]:
+    """Split a message's remedy into its alternatives."""
     return re.split(
         rf"(?:,? or (?=use |{KEY}(?:: |=))|, or |, (?={KEY}(?:: |=)))(?![^{{]*\}})", message.rpartition("; ")[2]
     )
@@ -402,22 +406,24 @@ def typed(alternative: str, message: str, refused: Refused) -> list[str] | None:
         name, sign, value = step.lstrip("-").partition("=")
         key = f"{within}.{name}" if f"{within}.{name}" in KEYS else name
         if sign:
-            line = [one for one in line if not (is_chosen and one.startswith(f"{key}="))]
+            line = [setting for setting in line if not (is_chosen and setting.startswith(f"{key}="))]
             line.append(f"{key}={value}")
         else:
-            line = [one for one in line if not re.match(rf"{re.escape(key)}[=.]", one)]
+            line = [setting for setting in line if not re.match(rf"{re.escape(key)}[=.]", setting)]
     return line
 
 
 def steps_of(match: re.Match[str]) -> list[str]:
+    """List what a remedy tells to type; a name that it leaves out begins with a dash."""
     if match["left"]:
         return [f"-{key}" for key in re.findall(KEY, match["left"])]
     return [f"{match['key']}={match['value'] or match['plain']}"]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[" ".join(one.settings) for one in REFUSED])
-def test_every_remedy_of_a_refusal_works(number: int) -> None:
-    refused, message = REFUSED[number], message_of(number)
+@pytest.mark.parametrize("index", range(len(REFUSED)), ids=[" ".join(refusal.settings) for refusal in REFUSED])
+def test_every_remedy_of_a_refusal_works(index: int) -> None:
+    refused, message = REFUSED[index], message_of(index)
+
     for alternative in alternatives(message):
         line = typed(alternative, message, refused)
         if line is not None:
@@ -425,17 +431,18 @@ def test_every_remedy_of_a_refusal_works(number: int) -> None:
                 accept(line, refused.ranks)
             except (ConfigError, EngineError) as error:
                 pytest.fail(f"{message}\n{alternative!r} was typed as {line}, and refused:\n{error}")
+
     assert refused.chosen.keys() <= set(alternatives(message)), message
 
 
 def test_every_refusal_of_settings_stands_in_the_table() -> None:
     """Conflicts of settings, and what a start refuses before it makes anything."""
-    said = list(map(message_of, range(len(REFUSED))))
+    messages = list(map(message_of, range(len(REFUSED))))
     files = [*(PACKAGE / "config").glob("*.py"), PACKAGE / "launch" / "checks.py"]
     texts = texts_of(file for file in files if file.name not in APART)
     assert len(texts) > 60
 
-    unsaid = [text for text in sorted(texts) if not is_provoked(text, said)]
+    unsaid = [text for text in sorted(texts) if not is_provoked(text, messages)]
     missing = [text for text in unsaid if not text.startswith(tuple(NOT_HERE))]
     assert not missing, missing
     assert all(any(text.startswith(start) for text in unsaid) for start in NOT_HERE)
@@ -450,13 +457,17 @@ def test_a_setting_of_another_choice_says_of_which(
 ) -> None:
     with pytest.raises(ConfigError) as error:
         resolve("quickstart", None, [setting])
+
     command = re.search(r"(jackpot config [\w.]+) says which have it", str(error.value))
     assert command
+
     monkeypatch.setattr("sys.argv", command[1].split())
     with pytest.raises(SystemExit):
         main()
+
     choice = re.search(rf"with {re.escape(block)}=(\w+)", capsys.readouterr().out)
     assert choice
+
     resolve("quickstart", None, [f"{block}={choice[1]}", "evaluation.engine=transformers", setting])
 
 
@@ -464,6 +475,7 @@ def test_a_setting_of_another_choice_says_of_which(
 def test_the_command_that_explains_settings_is_one(settings: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ConfigError) as error:
         resolve("quickstart", None, [settings])
+
     command = re.search(r"(jackpot config) explains each", str(error.value))
     assert command
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:

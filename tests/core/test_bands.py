@@ -1,4 +1,4 @@
-"""Bands: their names, and each value in exactly one of them."""
+"""Bands of values have names of their ends, and each value lies in exactly one of them."""
 
 import torch
 
@@ -11,8 +11,8 @@ def test_bands_are_named_by_their_ends():
 
 
 def test_a_value_lies_in_the_band_that_starts_at_it_or_before_it():
-    found = band_masks(torch.tensor([[-1, 0, 1], [3, 4, 99]]), (0, 1, 4))
-    assert {name: mask.nonzero().tolist() for name, mask in found.items()} == {
+    masks = band_masks(torch.tensor([[-1, 0, 1], [3, 4, 99]]), (0, 1, 4))
+    assert {name: mask.nonzero().tolist() for name, mask in masks.items()} == {
         "0": [[0, 1]],
         "1-3": [[0, 2], [1, 0]],
         "4-up": [[1, 1], [1, 2]],

@@ -22,6 +22,7 @@ def test_phases_add_up_to_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> Non
             work(4.0, 8.0)
         work(0.25, 0.25)
     assert clocked.take() == {"train": Seconds(8.0, 16.0), "other": Seconds(1.5, 1.0)}
+
     with clocked("save"):
         work(2.0, 0.0)
         for _ in range(2):
@@ -29,17 +30,19 @@ def test_phases_add_up_to_the_whole_time(monkeypatch: pytest.MonkeyPatch) -> Non
                 work(0.5, 0.5)
                 with clocked("score"):
                     work(1.0, 1.0)
+
     inner = {"rollout": Seconds(1.0, 1.0), "score": Seconds(2.0, 2.0)}
     assert clocked.take() == {"save": Seconds(2.0, 0.0), **inner, "other": Seconds(0.0, 0.0)}
 
 
 def test_an_inner_phase_that_ends_leaves_the_outer_name() -> None:
-    said: list[str] = []
+    names: list[str] = []
     clocked = Clock()
-    with listening(said.append), clocked("rollout"):
+    with listening(names.append), clocked("rollout"):
         with clocked("score"):
             pass
         with pytest.raises(KeyError), clocked("check"):
             raise KeyError
+
     outer = "generating rollouts"
-    assert said == [outer, "scoring responses", outer, "checking the engine's log-probs", outer]
+    assert names == [outer, "scoring responses", outer, "checking the engine's log-probs", outer]

@@ -7,7 +7,7 @@ import pytest
 
 from jackpot.core import cores
 
-# user nice system idle iowait irq softirq steal guest guest_nice
+# /proc/stat before and after: user nice system idle iowait irq softirq steal guest guest_nice
 TOTAL = "cpu  900 0 0 900 0 0 0 0 0 0\n"
 BEFORE = TOTAL + "cpu0 500 0 0 400 0 0 0 0 7 0\ncpu1 400 0 0 500 0 0 0 0 0 0\ncpu12 0 0 0 9 0 0 0 0 0 0\nintr 5 6\n"
 IDLE = "cpu0 500 0 0 430 0 0 0 0 7 0\ncpu1 401 0 0 510 19 0 0 0 0 0\ncpu12 30 0 0 9 0 0 0 0 0 0\n"
@@ -23,6 +23,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if after:
             stat.write_text(BEFORE)
         limit.write_text(quota)
+
         monkeypatch.setattr(cores, "_STAT", stat)
         monkeypatch.setattr(cores, "_QUOTA", limit)
         monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
@@ -69,6 +70,7 @@ def test_auto_looks_twice_and_warns_of_cores_that_stay_busy(looks, threads, mach
     machine(IDLE)
     seen = iter(looks)
     monkeypatch.setattr(cores, "free_cores", lambda: next(seen))
+
     assert cores.pick_threads("auto") == threads
     assert next(seen, None) is None
     assert [(record.levelname, record.args) for record in caplog.records] == (

@@ -23,6 +23,7 @@ def test_records_that_do_not_fit_wait_and_come_in_order(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="too large"):
                 file.append(record)
             assert file.path.read_bytes() == b"one\n"  # the two bytes that did fit are gone again
+
     file.append(b"four\n")
     assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\n" and not file.waiting
 
@@ -52,19 +53,24 @@ def test_a_lock_names_its_holder_and_a_kill_opens_it(tmp_path: Path) -> None:
             os.write(tell, b"!")
             signal.pause()
     os.read(ready, 1)
+
     try:
         with pytest.raises(CheckpointError, match=rf"in use by process {child} on .*, or give another folder$"):
             hold_lock(path)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
     with hold_lock(path):
         assert path.read_text().startswith(f"process {os.getpid()} on ")
+
     hold_lock(path).close()
 
 
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without locks of files, where leases end after 0.6 seconds."""
+
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -82,6 +88,7 @@ def test_a_lease_stands_for_a_lock_where_there_are_none(tmp_path: Path, caplog: 
         with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on .*, or give another folder$"):
             hold_lock(path)
     assert "cannot lock" in caplog.text
+
     time.sleep(0.5)  # of the thread that renewed it
     hold_lock(path).close()  # nobody renews it
 
@@ -112,5 +119,6 @@ def test_an_owner_whose_lease_was_taken_over_ends_at_once(tmp_path: Path) -> Non
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline
     time.sleep(0.2)
+
     path.write_text("process 1 on another\n")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

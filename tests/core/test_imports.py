@@ -12,6 +12,7 @@ def test_a_class_is_found_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "mine_alone.py").write_text("class Task:\n    pass\n\nNUMBER = 3\n")
     monkeypatch.setattr("sys.path", ["nowhere"])
     monkeypatch.chdir(tmp_path)
+
     assert import_object("mine_alone:Task", "task").__name__ == "Task"
     with pytest.raises(ConfigError, match=r"the task 'mine_alone:NUMBER' is a int; name a class or a function"):
         import_object("mine_alone:NUMBER", "task")

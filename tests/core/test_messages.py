@@ -1,4 +1,4 @@
-"""What ranks exchange: every value comes back as it was, and nothing else can be sent."""
+"""Messages between ranks: every kind of value comes back as it was sent, and nothing else is packed or unpacked."""
 
 import io
 import pickle
@@ -18,7 +18,9 @@ from jackpot.models.packed_row import pack_row
 
 
 def rollout() -> Rollout:
+    """A rollout of two tokens."""
     prompt = Prompt(uid="p", text="2+3=\n", answer="5", token_ids=(5, 6), other_answers=("five",))
+
     return Rollout(
         uid="p#0",
         prompt=prompt,
@@ -32,16 +34,19 @@ def rollout() -> Rollout:
     )
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, TokenBatch | PackedRow | Rollout | ScoredRollout):
-        return type(one) is type(other) and all(same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(map(same, one.values(), other.values()))
-    return type(one) is type(other) and one == other
+def same(sent: object, received: object) -> bool:
+    """Whether two values are equal, down to their classes and number formats."""
+    if isinstance(sent, torch.Tensor):
+        return sent.dtype == received.dtype and torch.equal(sent, received)
+    if isinstance(sent, TokenBatch | PackedRow | Rollout | ScoredRollout):
+        return type(sent) is type(received) and all(
+            same(getattr(sent, f.name), getattr(received, f.name)) for f in fields(sent)
+        )
+    if isinstance(sent, list | tuple):
+        return type(sent) is type(received) and len(sent) == len(received) and all(map(same, sent, received))
+    if isinstance(sent, dict):
+        return list(sent) == list(received) and all(map(same, sent.values(), received.values()))
+    return type(sent) is type(received) and sent == received
 
 
 PACKED = pack_row([(5, 6), (7,)], [0, 1], [torch.tensor([8, 9, 1]), torch.tensor([9])])
@@ -84,6 +89,7 @@ class Bomb:
 
 
 def _saved(value: object) -> bytes:
+    """Save a value as torch does."""
     torch.save(value, buffer := io.BytesIO())
     return buffer.getvalue()
 
@@ -97,10 +103,12 @@ def test_a_pickled_payload_is_refused_and_runs_nothing(
     file = tmp_path / "bomb"
     payload = dump(Bomb(file))
     message = len(payload).to_bytes(8, "little") + payload if is_framed else payload
-    for one in (sealed(message), torch.frombuffer(bytearray(message), dtype=torch.uint8)):
+
+    for received in (sealed(message), torch.frombuffer(bytearray(message), dtype=torch.uint8)):
         with pytest.raises(ValueError):
-            unpack(one)
+            unpack(received)
     assert not file.exists()
+
     pickle.loads(pickle.dumps(Bomb(file)))
     assert file.exists()
 
@@ -114,15 +122,16 @@ def test_a_number_format_is_one_of_torch(name: str) -> None:
 
 def test_a_message_with_one_other_byte_is_refused() -> None:
     message = pack({"ids": torch.arange(3), "seed": 12})
-    for place in range(len(message)):
-        message[place] ^= 1
+
+    for index in range(len(message)):
+        message[index] ^= 1
         with pytest.raises(RankError, match="altered on its way"):
             unpack(message)
-        message[place] ^= 1
+        message[index] ^= 1
     assert unpack(message)["seed"] == 12
 
 
 def test_a_tensor_of_one_number_of_a_larger_one_travels() -> None:
     """torch takes any stride of a dimension of one for contiguous, and then no view of its bytes."""
-    one = torch.arange(84).view(2, 42)[:1, 3]
-    assert one.stride() == (42,) and torch.equal(unpack(pack(one)), one)
+    single = torch.arange(84).view(2, 42)[:1, 3]
+    assert single.stride() == (42,) and torch.equal(unpack(pack(single)), single)

@@ -18,110 +18,121 @@ from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.corrections import CORRECTIONS
 from jackpot.ui.views.replay import corrections, facts
 
+# Corrections to judge.
 SIMPLE = ("none", "tis")  # enough where what is asked does not depend on the other corrections
 WITH_MASK = (*SIMPLE, "obrs")
-BY_TOKEN = sorted({one.name for one in settings_of(None, ()) if not one.weighs_whole_responses})
+BY_TOKEN = sorted({setting.name for setting in settings_of(None, ()) if not setting.weighs_whole_responses})
 
 
-def of(tmp_path: Path, *arguments, names=(), **settings) -> ReplayResult:
+def replay_synthetic(tmp_path: Path, *arguments, names=(), **settings) -> ReplayResult:
+    """Replay synthetic rollouts, made with these arguments and settings."""
     return replay(write(tmp_path / "synthetic.jsonl", records(*arguments, **settings)), names=names)
 
 
 def replayed(tmp_path: Path, lines, **settings) -> ReplayResult:
+    """Replay these saved lines."""
     return replay(write(tmp_path / "synthetic.jsonl", iter(lines)), **settings)
 
 
 @pytest.fixture(scope="module")
 def mild(tmp_path_factory: pytest.TempPathFactory) -> ReplayResult:
     """All corrections of a mild gap."""
-    return of(tmp_path_factory.mktemp("mild"), noise(0.3))
+    return replay_synthetic(tmp_path_factory.mktemp("mild"), noise(0.3))
 
 
-def candidates(found: ReplayResult, label: str):
-    return next(one for one in found.answer.candidates if one.label == label)
+def candidate_of(result: ReplayResult, label: str):
+    """Find the candidate with this label."""
+    return next(candidate for candidate in result.answer.candidates if candidate.label == label)
 
 
 def test_on_practically_on_policy_text_no_correction_is_needed(tmp_path):
-    found = of(tmp_path, noise(0.02), names=WITH_MASK)
-    assert (found.answer.verdict, found.answer.correction) == ("none needed", "none")
-    assert found.answer.lines["Use"].startswith("no correction is needed; a rollout is then worth 0.9")
-    assert found.answer.lines["Judged on"].startswith("1,200 tokens")
+    result = replay_synthetic(tmp_path, noise(0.02), names=WITH_MASK)
+    assert (result.answer.verdict, result.answer.correction) == ("none needed", "none")
+    assert result.answer.lines["Use"].startswith("no correction is needed; a rollout is then worth 0.9")
+    assert result.answer.lines["Judged on"].startswith("1,200 tokens")
 
 
 def test_of_one_distribution_no_variation_is_left(tmp_path):
-    found = of(tmp_path, noise(0.0), responses=20)
-    for one in found.answer.candidates:
-        assert one.tv_after_correction.value == pytest.approx(0.0, abs=1e-9)
-        assert one.effective.value == pytest.approx(1.0)
+    result = replay_synthetic(tmp_path, noise(0.0), responses=20)
+    for candidate in result.answer.candidates:
+        assert candidate.tv_after_correction.value == pytest.approx(0.0, abs=1e-9)
+        assert candidate.effective.value == pytest.approx(1.0)
 
 
 def test_a_mild_gap_needs_tis_and_nothing_more(mild):
     assert mild.answer.settings == {"name": "tis"}
-    none, tis = candidates(mild, "none"), candidates(mild, "tis")
+    none, tis = candidate_of(mild, "none"), candidate_of(mild, "tis")
     assert none.tv_after_correction.value > 0.05 > 100 * tis.tv_after_correction.value
     assert relative_worth(none, tis).value < 0.9
 
 
 def test_weights_of_a_heavy_tail_cost_more_than_they_correct(tmp_path):
-    found = of(tmp_path, discovered(share=0.1, lift=8.0), names=[*SIMPLE, "is", "f_tis", "obrs"])
-    assert found.answer.settings == {"name": "tis"}
-    left = {name: candidates(found, name).tv_after_correction.value for name in ("none", "tis", "obrs expected")}
-    assert left["none"] > 2 * left["tis"] > 4 * left["obrs expected"]
-    assert candidates(found, "is").effective.value < 0.1  # the weights of a tail eat the batch
-    sampled = candidates(found, "f_tis")  # which reads whole responses, and misses a tail that was not sampled
+    result = replay_synthetic(tmp_path, discovered(share=0.1, lift=8.0), names=[*SIMPLE, "is", "f_tis", "obrs"])
+    assert result.answer.settings == {"name": "tis"}
+
+    variation_left = {
+        name: candidate_of(result, name).tv_after_correction.value for name in ("none", "tis", "obrs expected")
+    }
+    assert variation_left["none"] > 2 * variation_left["tis"] > 4 * variation_left["obrs expected"]
+    assert candidate_of(result, "is").effective.value < 0.1  # the weights of a tail eat the batch
+
+    sampled = candidate_of(result, "f_tis")  # which reads whole responses, and misses a tail that was not sampled
     assert sampled.known == 0.0 and sampled.tv_after_correction.value < 0.001 and not sampled.advisable
 
 
 def test_the_sampled_mask_of_obrs_is_never_recommended(tmp_path):
-    found = of(tmp_path, noise(0.8), names=WITH_MASK)
-    sampled, expected = candidates(found, "obrs"), candidates(found, "obrs expected")
+    result = replay_synthetic(tmp_path, noise(0.8), names=WITH_MASK)
+    sampled, expected = candidate_of(result, "obrs"), candidate_of(result, "obrs expected")
+
     assert sampled.tv_after_correction.value == pytest.approx(expected.tv_after_correction.value)
     assert sampled.effective.value < 0.95 * expected.effective.value
-    for more in (1.0, 0.5):  # also where the mask makes no difference
+
+    for ratio in (1.0, 0.5):  # also where the mask makes no difference
         tie = replace(sampled, groups=sampled.groups.clone())
-        tie.groups[:, 2] = expected.groups[:, 2] * more
+        tie.groups[:, 2] = expected.groups[:, 2] * ratio
         assert choose([tie, replace(expected, groups=tie.groups)]).label == "obrs expected"
 
 
 def test_a_tail_without_lists_is_not_wrong_log_probs_alone(tmp_path):
     """Without the lists a tail that was not sampled looks like log-probs that do not fit: both are named."""
-    found = of(tmp_path, discovered(share=0.1, lift=8.0), lists=False, names=SIMPLE)
-    assert found.answer.verdict == "cannot tell" and found.answer.correction is None
-    assert "must be 1" in found.answer.sentence and "hardly ever samples" in found.answer.sentence
+    result = replay_synthetic(tmp_path, discovered(share=0.1, lift=8.0), lists=False, names=SIMPLE)
+    assert result.answer.verdict == "cannot tell" and result.answer.correction is None
+    assert "must be 1" in result.answer.sentence and "hardly ever samples" in result.answer.sentence
 
 
 def test_long_responses_are_warned_of_weights_of_whole_responses(tmp_path):
-    found = of(tmp_path, noise(0.3), names=[*SIMPLE, "is"], responses=10, length=600, lists=False)
-    assert found.answer.settings["name"] == "tis"
-    assert "Do not weigh whole responses: over 600 tokens" in found.answer.sentence
-    short = of(tmp_path, noise(0.3), responses=250, length=4, names=SIMPLE, lists=False)
+    result = replay_synthetic(tmp_path, noise(0.3), names=[*SIMPLE, "is"], responses=10, length=600, lists=False)
+    assert result.answer.settings["name"] == "tis"
+    assert "Do not weigh whole responses: over 600 tokens" in result.answer.sentence
+
+    short = replay_synthetic(tmp_path, noise(0.3), responses=250, length=4, names=SIMPLE, lists=False)
     assert "whole responses" not in short.answer.sentence
 
 
 def test_stale_text_needs_a_correction_to_the_new_policy(tmp_path):
-    found = of(tmp_path, noise(0.4), names=WITH_MASK, stale=True)
-    assert found.answer.settings == {"name": "tis", "proximal": "new"}
-    heavy = of(tmp_path, discovered(share=0.1, lift=8.0), names=SIMPLE, stale=True)
+    result = replay_synthetic(tmp_path, noise(0.4), names=WITH_MASK, stale=True)
+    assert result.answer.settings == {"name": "tis", "proximal": "new"}
+    heavy = replay_synthetic(tmp_path, discovered(share=0.1, lift=8.0), names=SIMPLE, stale=True)
     assert heavy.answer.settings == {"name": "tis", "proximal": "new"}
-    assert (
-        candidates(found, "none").tv_after_correction.value > 0.05
-    )  # by PPO's clip, for its ratio is p_new / p_old already
+
+    # by PPO's clip, for its ratio is p_new / p_old already
+    assert candidate_of(result, "none").tv_after_correction.value > 0.05
 
 
 def test_slightly_stale_text_is_what_ppos_own_clip_is_for(tmp_path):
-    found = of(tmp_path, noise(0.05), names=SIMPLE, stale=True)
-    assert found.answer.verdict == "none needed"
+    result = replay_synthetic(tmp_path, noise(0.05), names=SIMPLE, stale=True)
+    assert result.answer.verdict == "none needed"
 
 
 def test_no_correction_closes_the_gap_of_far_models(tmp_path):
-    found = of(tmp_path, noise(5.0), names=[*WITH_MASK, "prefix"])
-    assert (found.answer.verdict, found.answer.correction) == ("too far", None)
-    assert "closer rollout model" in found.answer.sentence
+    result = replay_synthetic(tmp_path, noise(5.0), names=[*WITH_MASK, "prefix"])
+    assert (result.answer.verdict, result.answer.correction) == ("too far", None)
+    assert "closer rollout model" in result.answer.sentence
 
 
 def test_too_few_tokens_give_no_answer(tmp_path):
-    found = of(tmp_path, noise(0.3), responses=10, names=SIMPLE)
-    assert found.answer.verdict == "cannot tell" and "200 sampled tokens and 1,000" in found.answer.sentence
+    result = replay_synthetic(tmp_path, noise(0.3), responses=10, names=SIMPLE)
+    assert result.answer.verdict == "cannot tell" and "200 sampled tokens and 1,000" in result.answer.sentence
 
 
 def truncated(lines, lists: bool):
@@ -136,13 +147,13 @@ def truncated(lines, lists: bool):
 
 
 def test_log_probs_of_truncated_sampling_are_found_out(tmp_path):
-    found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=False)), names=SIMPLE)
-    assert found.answer.verdict == "cannot tell" and "top-p" in found.answer.sentence
+    result = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=False)), names=SIMPLE)
+    assert result.answer.verdict == "cannot tell" and "top-p" in result.answer.sentence
 
 
 def test_lists_that_do_not_fit_the_sampled_tokens_are_found_out(tmp_path):
-    found = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=True)), names=SIMPLE)
-    assert found.answer.verdict == "cannot tell" and "than the top-k lists allow" in found.answer.sentence
+    result = replay(write(tmp_path / "a.jsonl", truncated(records(noise(0.0)), lists=True)), names=SIMPLE)
+    assert result.answer.verdict == "cannot tell" and "than the top-k lists allow" in result.answer.sentence
 
 
 def cut(lines):
@@ -155,17 +166,23 @@ def cut(lines):
 
 
 def test_probability_that_the_writer_cannot_reach_is_named(tmp_path):
-    found = replay(write(tmp_path / "a.jsonl", cut(records(discovered(share=1.0, lift=6.0)))), names=["is"])
-    assert found.answer.verdict == "cannot tell" and "could not sample" in found.answer.sentence
-    left = candidates(found, "is").tv_after_correction.value
-    assert 0.01 < left < 1.0  # what cannot be written no weight brings back
+    result = replay(write(tmp_path / "a.jsonl", cut(records(discovered(share=1.0, lift=6.0)))), names=["is"])
+    assert result.answer.verdict == "cannot tell" and "could not sample" in result.answer.sentence
+
+    variation = candidate_of(result, "is").tv_after_correction.value
+    assert 0.01 < variation < 1.0  # what cannot be written no weight brings back
 
 
 def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
-    assert {one.setting.name for one in mild.corrections} == set(CORRECTIONS)
+    assert {judged.setting.name for judged in mild.corrections} == set(CORRECTIONS)
     assert mild.left_out == ()
-    bare = of(tmp_path, noise(0.3), lists=False)
-    assert set(CORRECTIONS) - {one.setting.name for one in bare.corrections} == {"obrs", "reweight_only", "z_only"}
+
+    bare = replay_synthetic(tmp_path, noise(0.3), lists=False)
+    assert set(CORRECTIONS) - {judged.setting.name for judged in bare.corrections} == {
+        "obrs",
+        "reweight_only",
+        "z_only",
+    }
     assert any("obrs" in text and "top-k lists" in text for text in bare.left_out)
     assert "It is estimated from the sampled tokens" in bare.answer.sentence
 
@@ -173,18 +190,21 @@ def test_what_needs_lists_is_left_out_without_them(mild, tmp_path):
 @pytest.mark.parametrize("size", [0.3, 1.0])
 def test_the_sampled_variation_is_never_far_too_small(tmp_path, size):
     """Exact where nothing is capped; where caps take more in some states than in others it may be up to twice it."""
-    found = of(tmp_path, noise(size), names=BY_TOKEN, responses=20, length=150)
-    for one in found.corrections:
-        label, means = one.setting.label, {name: float(entry.value) for name, entry in one.sums.items()}
+    result = replay_synthetic(tmp_path, noise(size), names=BY_TOKEN, responses=20, length=150)
+
+    for judged in result.corrections:
+        label = judged.setting.label
+        means = {name: float(entry.value) for name, entry in judged.sums.items()}
         if size == 0.3:
             assert means["factor"] == pytest.approx(means["state"], abs=0.015), label
             assert means["square"] == pytest.approx(means["state square"], rel=0.05), label
-        if label == "none proximal=rollout" or one.setting.name in ("reweight_only", "dppo", "ipo"):
+        if label == "none proximal=rollout" or judged.setting.name in ("reweight_only", "dppo", "ipo"):
             continue  # never advised
-        exact = exact_numbers(one.sums)["tv_after_correction"]
-        sampled = correction_result(one).sampled_tv_after_correction
+
+        exact = exact_numbers(judged.sums)["tv_after_correction"]
+        sampled = correction_result(judged).sampled_tv_after_correction
         assert 0.9 * exact - 0.002 <= sampled <= 1.8 * exact + 0.005, label
-        if one.setting.name in ("none", "z_only", "mask_only", "is"):
+        if judged.setting.name in ("none", "z_only", "mask_only", "is"):
             assert sampled == pytest.approx(exact, rel=0.05, abs=0.001), label
 
 
@@ -192,18 +212,20 @@ def partly_known(lists_hold: float):
     """`lists_hold` of the states are certain and the same in both models; the others are wide, far apart, and 20 tokens
     are not nearly all of them."""
     generator = torch.Generator().manual_seed(0)
-    for number in range(50):
+    for index in range(50):
         logits = torch.randn(40, 200, generator=generator, dtype=torch.float64)
         certain = torch.rand(40, generator=generator) < lists_hold
         logits[certain, 0] += 16.0
         policy = logits.clone()
         policy[~certain] += 0.8 * torch.randn(200, generator=generator, dtype=torch.float64)
+
         writer, policy = logits.log_softmax(-1), policy.log_softmax(-1)
         ids = torch.multinomial(writer.exp(), 1, generator=generator)
         top, policy_top = writer.topk(20), policy.topk(20)
+
         yield (
             {
-                "uid": str(number),
+                "uid": str(index),
                 "token_ids": ids[:, 0].tolist(),
                 "rollout_log_probs": writer.gather(1, ids)[:, 0].tolist(),
                 "old_log_probs": policy.gather(1, ids)[:, 0].tolist(),
@@ -218,12 +240,13 @@ def partly_known(lists_hold: float):
 
 def test_tokens_whose_lists_hold_little_count_as_others_do(tmp_path):
     lines = list(partly_known(0.6))
-    found = replay(write(tmp_path / "a.jsonl", (line for line, _ in lines)), names=SIMPLE)
+    result = replay(write(tmp_path / "a.jsonl", (line for line, _ in lines)), names=SIMPLE)
     gap = sum(apart for _, apart in lines) / len(lines)
-    none = candidates(found, "none")
+
+    none = candidate_of(result, "none")
     assert 0.5 < none.known < 0.7
     assert gap > 0.1 and none.tv_after_correction.value == pytest.approx(gap, rel=0.08)
-    assert found.answer.verdict == "correct" and "and sampled at the others" in found.answer.sentence
+    assert result.answer.verdict == "correct" and "and sampled at the others" in result.answer.sentence
 
 
 def test_wrong_log_probs_are_noticed_beside_lists_that_hold_most(tmp_path):
@@ -232,8 +255,9 @@ def test_wrong_log_probs_are_noticed_beside_lists_that_hold_most(tmp_path):
         wide = [min(row) > -6.0 for row in line["rollout_top_log_probs"]]
         pairs = zip(line["rollout_log_probs"], wide, strict=True)
         line["rollout_log_probs"] = [value / 1.5 if is_wide else value for value, is_wide in pairs]
-    found = replayed(tmp_path, lines, names=SIMPLE)
-    assert found.answer.verdict == "cannot tell" and "must be 1" in found.answer.sentence
+
+    result = replayed(tmp_path, lines, names=SIMPLE)
+    assert result.answer.verdict == "cannot tell" and "must be 1" in result.answer.sentence
 
 
 def test_corrections_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
@@ -244,48 +268,55 @@ def test_corrections_are_compared_on_the_same_tokens(tmp_path, monkeypatch):
     for line in stale:
         line["uid"] += " stale"
         line["old_log_probs"] = [value - 0.05 for value in line["log_probs"]]
-    found = replayed(tmp_path, fresh + stale, names=WITH_MASK)
-    labels = {one.label for one in found.answer.candidates}
+
+    result = replayed(tmp_path, fresh + stale, names=WITH_MASK)
+    labels = {candidate.label for candidate in result.answer.candidates}
+
     assert "obrs expected" not in labels and {"none", "tis", "obrs new expected"} <= labels
-    assert candidates(found, "tis").known == pytest.approx(0.5) and candidates(found, "tis new").known == 1.0
-    assert any("obrs expected" in text and "1,200 of 2,400 tokens" in text for text in found.left_out)
+    assert candidate_of(result, "tis").known == pytest.approx(0.5) and candidate_of(result, "tis new").known == 1.0
+    assert any("obrs expected" in text and "1,200 of 2,400 tokens" in text for text in result.left_out)
 
 
 def test_the_stale_variation_is_between_old_and_new_policy(tmp_path):
     """Of three distributions: text of the first, and |p_old - p_new| / 2 summed over the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     apart, lines = [], []
-    for number in range(300):
+    for index in range(300):
         first, second, third = (torch.randn(3, 20, 12, generator=generator, dtype=torch.float64)).unbind()
         writer, old = (2.0 * first).log_softmax(-1), (2.0 * first + 1.5 * second).log_softmax(-1)
         new = (old + 0.5 * third).log_softmax(-1)
+
         ids = torch.multinomial(writer.exp(), 1, generator=generator)
         names = ("rollout_log_probs", "old_log_probs", "log_probs")
         columns = {
             name: rows.gather(1, ids)[:, 0].tolist() for name, rows in zip(names, (writer, old, new), strict=True)
         }
-        lines.append({"uid": str(number), "token_ids": ids[:, 0].tolist(), **columns})
+        lines.append({"uid": str(index), "token_ids": ids[:, 0].tolist(), **columns})
         apart.append((old.exp() - new.exp()).abs().sum(-1).mean() / 2.0)
-    found = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
-    assert float(found.run["total_variation_stale"].value) == pytest.approx(float(torch.stack(apart).mean()), rel=0.06)
+
+    result = replay(write(tmp_path / "a.jsonl", iter(lines)), names=["none"])
+    assert float(result.run["total_variation_stale"].value) == pytest.approx(float(torch.stack(apart).mean()), rel=0.06)
 
 
 def test_one_pass_in_small_batches_gives_what_large_ones_give(tmp_path, monkeypatch):
     path = write(tmp_path / "synthetic.jsonl", records(noise(0.3)))
-    whole = replay(path, names=["tis", "is"])
+    large = replay(path, names=["tis", "is"])
+
     monkeypatch.setattr("jackpot.analysis.replay.responses.BATCH_TOKENS", 400)
     small = replay(path, names=["tis", "is"])
-    for one, other in zip(whole.answer.candidates, small.answer.candidates, strict=True):
-        assert other.tv_after_correction.value == pytest.approx(one.tv_after_correction.value, abs=1e-9)
-        assert other.effective.value == pytest.approx(one.effective.value)
+
+    for in_large, in_small in zip(large.answer.candidates, small.answer.candidates, strict=True):
+        assert in_small.tv_after_correction.value == pytest.approx(in_large.tv_after_correction.value, abs=1e-9)
+        assert in_small.effective.value == pytest.approx(in_large.effective.value)
 
 
 def test_the_gaps_of_the_first_and_the_last_file_are_given(tmp_path):
     for step, size in ((1, 0.0), (2, 3.0), (10, 0.3)):
         write(tmp_path / f"{step}.jsonl", records(noise(size), seed=step, lists=False))
-    found = dict(replay(tmp_path, names=["none"]).ends)
+
+    result = dict(replay(tmp_path, names=["none"]).ends)
     alone = replay(tmp_path / "10.jsonl", names=["none"])
-    assert found == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["total_variation"].value))}
+    assert result == {"1.jsonl": 0.0, "10.jsonl": pytest.approx(float(alone.run["total_variation"].value))}
     assert len(alone.ends) == 1
 
 
@@ -294,8 +325,10 @@ def test_a_copy_of_the_engines_log_probs_is_no_policy(tmp_path):
     for line in lines:
         del line["log_probs"]
         line["old_log_probs"] = list(line["rollout_log_probs"])
-    found = replayed(tmp_path, lines, names=SIMPLE)
-    assert found.answer.verdict == "cannot tell" and "copy of the engine's" in found.answer.sentence
+
+    result = replayed(tmp_path, lines, names=SIMPLE)
+    assert result.answer.verdict == "cannot tell" and "copy of the engine's" in result.answer.sentence
+
     lines[7]["old_log_probs"][3] -= 1e-6
     assert replayed(tmp_path, lines, names=SIMPLE).answer.verdict == "none needed"
 
@@ -310,10 +343,11 @@ def test_a_list_that_no_distribution_has_costs_its_response(tmp_path):
     held[:] = [math.log(1.5 / len(held))] * len(held)
     short["rollout_top_log_probs"] = [row[:2] for row in short["rollout_top_log_probs"]]
 
-    found = replayed(tmp_path, lines, names=["none"])
-    assert found.unreadable == 3 and float(found.run["responses"].value) == 7
+    result = replayed(tmp_path, lines, names=["none"])
+    assert result.unreadable == 3 and float(result.run["responses"].value) == 7
+
     for why in ("name a token twice", "hold 1.5 of all", "not of the same shape"):
-        assert any(why in problem for problem in found.problems), why
+        assert any(why in problem for problem in result.problems), why
 
     log_probs[1] = -math.inf  # padding
     assert replayed(tmp_path, lines, names=["none"]).unreadable == 2
@@ -329,10 +363,10 @@ def test_values_that_are_no_numbers_decide_nothing(tmp_path):
         line |= {"advantages": [1.0] * 20, "log_probs": list(line["log_probs"])}
         line[column][5] = value
 
-    found = replayed(tmp_path, lines, names=SIMPLE)
-    assert found.unreadable == 4 and found.answer.sentence == without.answer.sentence
+    result = replayed(tmp_path, lines, names=SIMPLE)
+    assert result.unreadable == 4 and result.answer.sentence == without.answer.sentence
     for response, (column, value) in enumerate(NO_NUMBERS.items(), start=1):
-        [problem] = [one for one in found.problems if f"{column} has {value:g}" in one]
+        [problem] = [text for text in result.problems if f"{column} has {value:g}" in text]
         assert f"response {response}: " in problem and "sampled_mask" in problem
 
     for line in lines[:4]:
@@ -343,8 +377,9 @@ def test_values_that_are_no_numbers_decide_nothing(tmp_path):
 def test_numbers_that_overflow_give_no_answer(tmp_path):
     lines = list(records(noise(0.3), lists=False))
     lines[3]["rollout_log_probs"][5] = -720.0
-    found = replayed(tmp_path, lines, names=[*SIMPLE, "is"])
-    assert found.answer.verdict == "cannot tell" and "not a finite number" in found.answer.sentence
+
+    result = replayed(tmp_path, lines, names=[*SIMPLE, "is"])
+    assert result.answer.verdict == "cannot tell" and "not a finite number" in result.answer.sentence
 
 
 def test_what_has_no_sampled_token_or_is_no_object_is_counted(tmp_path):
@@ -353,25 +388,28 @@ def test_what_has_no_sampled_token_or_is_no_object_is_counted(tmp_path):
         line["sampled_mask"] = [False] * 20
     path = write(tmp_path / "synthetic.jsonl", iter(lines))
     path.write_text(path.read_text() + "[1, 2]\n" * 30 + "null\n\n")
-    found = replay(path, names=["none"])
-    assert float(found.run["responses"].value) == 20 and any("40 responses" in text for text in found.left_out)
-    assert found.unreadable == 31 and "line 61 is no JSON object" in found.problems[0]
+
+    result = replay(path, names=["none"])
+    assert float(result.run["responses"].value) == 20 and any("40 responses" in text for text in result.left_out)
+    assert result.unreadable == 31 and "line 61 is no JSON object" in result.problems[0]
+
     with pytest.raises(DataError, match="40 responses: they have no sampled token"):
         replayed(tmp_path, lines[:40])
 
 
 def test_the_run_has_tables_without_any_correction(tmp_path):
-    found = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
-    assert found.answer.verdict == "cannot tell" and found.corrections == ()
-    assert any(name == "mean of rho, must be 1" for name, _ in facts(found).rows) and corrections(found).items
+    result = replayed(tmp_path, records(noise(0.3), lists=False), names=["obrs"])
+    assert result.answer.verdict == "cannot tell" and result.corrections == ()
+    assert any(name == "mean of rho, must be 1" for name, _ in facts(result).rows) and corrections(result).items
 
 
 def test_positions_without_a_correction_are_empty(tmp_path):
     long = list(records(noise(0.5), responses=30, length=100, seed=1, lists=False))
     for line in long:
         line["uid"] += " long"
-    found = replayed(tmp_path, [*records(noise(0.5)), *long], names=["obrs", "icepop"])
-    tables = {item.title: item for item in corrections(found).items}
+
+    result = replayed(tmp_path, [*records(noise(0.5)), *long], names=["obrs", "icepop"])
+    tables = {item.title: item for item in corrections(result).items}
     by_band = tables["Rejected, by position and by the policy's entropy (H, nats)"]
     column = by_band.columns.index("at 64-255")
     shown = {row[0].split(",")[0]: row[column] for row in by_band.rows}
@@ -382,13 +420,15 @@ def test_one_response_without_lists_leaves_the_others_their_sums(tmp_path):
     lines = list(records(noise(0.3)))
     for name in [name for name in lines[0] if "top" in name]:
         del lines[0][name]
-    found = replayed(tmp_path, lines, names=WITH_MASK)
-    assert candidates(found, "tis").known == pytest.approx(59 / 60) and found.answer.correction == "tis"
-    assert any("obrs" in text and "1,180 of 1,200 tokens" in text for text in found.left_out)
+
+    result = replayed(tmp_path, lines, names=WITH_MASK)
+    assert candidate_of(result, "tis").known == pytest.approx(59 / 60) and result.answer.correction == "tis"
+    assert any("obrs" in text and "1,180 of 1,200 tokens" in text for text in result.left_out)
 
 
 def test_names_that_do_not_exist_are_refused(tmp_path):
     path = write(tmp_path / "synthetic.jsonl", records(noise(0.3), responses=1))
+
     with pytest.raises(ConfigError, match="unknown correction 'tiss'; did you mean 'tis'"):
         replay(path, names=["tiss"])
     with pytest.raises(ConfigError, match="unknown format 'verll'"):

@@ -1,4 +1,4 @@
-"""What prime-rl, AReaL and verl's default trainer save, and damaged files of theirs and of SkyRL."""
+"""Dumps as prime-rl, AReaL and verl save them are read; damaged ones are named, and no code in them runs."""
 
 import json
 import pickle
@@ -14,12 +14,14 @@ from jackpot.core.errors import DataError
 
 
 def read(path: Path) -> tuple[str, list[SavedResponse], list[str]]:
+    """Name the format of a dump; read its responses, and what was told about it."""
     told: list[str] = []
-    found, files = find_format(path, "auto")
-    return found.name, list(read_files(found, files, told.append)), told
+    saved_format, files = find_format(path, "auto")
+    return saved_format.name, list(read_files(saved_format, files, told.append)), told
 
 
 def lines(path: Path, *records: object) -> Path:
+    """Write records as JSONL."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -31,8 +33,9 @@ def test_prime_rls_other_losses_and_infinite_numbers_are_told(tmp_path):
     echo = good | {"rl_weights": [0.0, 1.0, 0.0], "inference_logprobs": [None, -1.0, None]}
     infinite = good | {"trainer_logprobs": [0.0, None, -1.0]}
     lines(tmp_path / "step_1" / "rank_0.jsonl", good, echo, infinite)
-    _, found, told = read(tmp_path)
-    assert [one.sampled_mask.tolist() for one in found] == [[True, True], [True, False]]
+
+    _, responses, told = read(tmp_path)
+    assert [response.sampled_mask.tolist() for response in responses] == [[True, True], [True, False]]
     assert len(told) == 1 and "log_probs has nan at a sampled token" in told[0] and "step_1/rank_0.jsonl" in told[0]
 
 
@@ -47,13 +50,16 @@ def test_areals_text_is_read_with_the_line_to_add_alone(tmp_path):
     with pytest.raises(DataError, match="lacks input_ids, loss_mask, logprobs; it has") as error:
         replay(tmp_path)
     assert str(error.value).endswith(FORMATS["areal"].how)
-    more = {"input_ids": [7, 8, 1, 6, 2], "loss_mask": [0, 0, 1, 0, 1], "logprobs": [0.0, 0.0, -0.5, 0.0, -1.0]}
-    lines(path, AREAL | more)
-    lines(tmp_path / "eval-rollout" / "1" / "4.jsonl", AREAL | more)
-    name, [one], told = read(tmp_path)
-    assert (name, told) == ("areal", []) and one.uid == "4/1"
-    assert one.prompt_ids.tolist() == [7, 8] and one.token_ids.tolist() == [1, 6, 2]
-    assert one.rollout_log_probs[one.sampled_mask].tolist() == [-0.5, -1.0]
+
+    added = {"input_ids": [7, 8, 1, 6, 2], "loss_mask": [0, 0, 1, 0, 1], "logprobs": [0.0, 0.0, -0.5, 0.0, -1.0]}
+    lines(path, AREAL | added)
+    lines(tmp_path / "eval-rollout" / "1" / "4.jsonl", AREAL | added)
+
+    name, [response], told = read(tmp_path)
+
+    assert (name, told) == ("areal", []) and response.uid == "4/1"
+    assert response.prompt_ids.tolist() == [7, 8] and response.token_ids.tolist() == [1, 6, 2]
+    assert response.rollout_log_probs[response.sampled_mask].tolist() == [-0.5, -1.0]
 
 
 def test_verls_default_trainer_logs_rows_without_padding(tmp_path):
@@ -61,10 +67,12 @@ def test_verls_default_trainer_logs_rows_without_padding(tmp_path):
     row |= {"prompts": [7, 8], "responses": [1, 6, 2], "response_mask": [1, 0, 1]}
     row |= {"rollout_log_probs": [-0.5, 0.0, -1.0], "old_log_probs": [-0.6, 0.0, -1.1], "advantages": [1.0, 0.0, 1.0]}
     lines(tmp_path / "3.jsonl", row)
-    name, [one], told = read(tmp_path)
-    assert (name, told, one.uid) == ("verl", [], "u_0_0")
-    assert one.prompt_ids.tolist() == [7, 8] and one.token_ids.tolist() == [1, 6, 2]
-    assert one.old_log_probs[one.sampled_mask].tolist() == [-0.6, -1.1]
+
+    name, [response], told = read(tmp_path)
+
+    assert (name, told, response.uid) == ("verl", [], "u_0_0")
+    assert response.prompt_ids.tolist() == [7, 8] and response.token_ids.tolist() == [1, 6, 2]
+    assert response.old_log_probs[response.sampled_mask].tolist() == [-0.6, -1.1]
 
 
 class Named:
@@ -109,5 +117,6 @@ def test_a_pickle_runs_no_code(tmp_path):
     with pytest.raises(DataError, match="it holds no batch of SkyRL"):
         read(path)
     assert not (tmp_path / "ran").exists()
+
     pickle.loads(path.read_bytes())
     assert (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""Numbers of single states, against Python loops and numpy."""
+"""The numbers that `jackpot simulate` computes at one state of two models are those of Python loops and numpy."""
 
 import math
 
@@ -20,7 +20,7 @@ from jackpot.analysis.simulate.distributions import (
 
 
 def of(rollout: list[list[float]], target: list[list[float]]) -> StatePairs:
-    """StatePairs from probabilities."""
+    """Build StatePairs from probabilities."""
     parts = [torch.tensor(rows, dtype=torch.float64).log() for rows in (rollout, target)]
     return StatePairs(rollout=parts[0], target=parts[1], token_ids=torch.zeros(len(rollout), 1, dtype=torch.int64))
 
@@ -30,7 +30,9 @@ def of(rollout: list[list[float]], target: list[list[float]]) -> StatePairs:
 def test_every_number_of_a_state_is_that_of_a_loop(pair) -> None:
     log_inf, log_target = pair
     rows = [torch.tensor([row], dtype=torch.float64) for row in pair]
-    found = measure_states(StatePairs(rollout=rows[0], target=rows[1], token_ids=torch.zeros(1, 1, dtype=torch.int64)))
+    measured = measure_states(
+        StatePairs(rollout=rows[0], target=rows[1], token_ids=torch.zeros(1, 1, dtype=torch.int64))
+    )
     p_inf, p_target = [math.exp(x) for x in log_inf], [math.exp(x) for x in log_target]
 
     def divergence(p: list[float], q: list[float]) -> float:
@@ -38,13 +40,13 @@ def test_every_number_of_a_state_is_that_of_a_loop(pair) -> None:
             return math.inf
         return kl(p, q)
 
-    assert found.kl.item() == pytest.approx(divergence(p_target, p_inf), rel=1e-9, abs=1e-12)
-    assert found.reverse_kl.item() == pytest.approx(divergence(p_inf, p_target), rel=1e-9, abs=1e-12)
+    assert measured.kl.item() == pytest.approx(divergence(p_target, p_inf), rel=1e-9, abs=1e-12)
+    assert measured.reverse_kl.item() == pytest.approx(divergence(p_inf, p_target), rel=1e-9, abs=1e-12)
     for index, lam in enumerate(LAMS):
         _, z, kept = enumerated(log_inf, log_target, lam)
-        assert found.acceptance[0, index].item() == pytest.approx(z, rel=1e-12)
+        assert measured.acceptance[0, index].item() == pytest.approx(z, rel=1e-12)
         after = divergence(p_target, kept) if z > 0 else math.inf
-        assert found.kl_after[0, index].item() == pytest.approx(after, rel=1e-9, abs=1e-12)
+        assert measured.kl_after[0, index].item() == pytest.approx(after, rel=1e-9, abs=1e-12)
 
 
 def test_moments_of_weights_are_those_of_the_corrections() -> None:
@@ -52,25 +54,26 @@ def test_moments_of_weights_are_those_of_the_corrections() -> None:
     random = torch.Generator().manual_seed(3)
     rollout, target = (torch.randn(40, 7, generator=random, dtype=torch.float64).mul(2).log_softmax(-1) for _ in "pq")
     z = torch.minimum(rollout.exp(), target.exp()).sum(-1, keepdim=True).expand_as(rollout)
-    given = {"rollout_log_probs": rollout, "target_log_probs": target, "response_mask": torch.ones_like(z).bool()}
+    columns = {"rollout_log_probs": rollout, "target_log_probs": target, "response_mask": torch.ones_like(z).bool()}
 
-    tis = correct("tis", **given, cap=3.0).weights
-    obrs = correct("obrs", **given, z=z, mask="expected", c1=3.0, kappa="none")
+    tis = correct("tis", **columns, cap=3.0).weights
+    obrs = correct("obrs", **columns, z=z, mask="expected", c1=3.0, kappa="none")
     drawn, expected = obrs.weights, obrs.weights * obrs.accept_mask
 
     moments = [tis, tis.square(), expected, expected * drawn, expected.square(), tis * expected]
-    wanted = torch.stack([(rollout.exp() * moment).sum(-1) for moment in moments], -1)
+    expected_moments = torch.stack([(rollout.exp() * moment).sum(-1) for moment in moments], -1)
     states = StatePairs(rollout=rollout, target=target, token_ids=torch.zeros(40, 1, dtype=torch.int64))
-    torch.testing.assert_close(weight_moments(states), wanted)
+
+    torch.testing.assert_close(weight_moments(states), expected_moments)
     assert (tis == 3.0).any() and (drawn == 3.0).any() and not (drawn == 3.0).all()
 
 
 def test_equal_models_have_no_gap_and_disjoint_ones_no_overlap() -> None:
-    found = measure_states(of([[0.5, 0.3, 0.2], [0.5, 0.5, 0.0]], [[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]))
-    assert found.kl.tolist() == [pytest.approx(0.0, abs=1e-15), math.inf]
-    assert found.acceptance.tolist() == [pytest.approx([1.0, 1.0, 0.5]), [0.0, 0.0, 0.0]]
-    assert found.kl_after[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-15)
-    assert found.kl_after[1].tolist() == [math.inf] * 3
+    measured = measure_states(of([[0.5, 0.3, 0.2], [0.5, 0.5, 0.0]], [[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]))
+    assert measured.kl.tolist() == [pytest.approx(0.0, abs=1e-15), math.inf]
+    assert measured.acceptance.tolist() == [pytest.approx([1.0, 1.0, 0.5]), [0.0, 0.0, 0.0]]
+    assert measured.kl_after[0].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-15)
+    assert measured.kl_after[1].tolist() == [math.inf] * 3
 
 
 def test_a_lam_below_every_rho_leaves_the_kl() -> None:
@@ -79,6 +82,7 @@ def test_a_lam_below_every_rho_leaves_the_kl() -> None:
     rows = [logits.log_softmax(-1) for logits in (rollout, rollout + 0.6 * noise)]
     state = StatePairs(rollout=rows[0], target=rows[1], token_ids=torch.zeros(4, 1, dtype=torch.int64))
     lam = state.rho.min(-1, keepdim=True).values * 0.999
+
     before = measure_states(state).kl
     np.testing.assert_allclose(rejected_divergence(state, lam).numpy(), before.numpy(), rtol=1e-10)
 
