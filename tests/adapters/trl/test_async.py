@@ -45,16 +45,16 @@ def table() -> dict[str, torch.Tensor]:
     TRL packs the costlier group first, which is the second, of two turns.
     """
     policy, rows = load_model(POLICY, torch.float32), []
-    for one in sorted(samples(2, listed=True), key=lambda one: -one.group_id):
-        ids, at = torch.from_numpy(one.input_ids), torch.from_numpy(one.completion_mask).nonzero()[:, 0]
+    for sample in sorted(samples(2, listed=True), key=lambda sample: -sample.group_id):
+        ids, at = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.completion_mask).nonzero()[:, 0]
         with torch.no_grad():
-            whole = policy(ids[None]).logits[0].log_softmax(-1)[at - 1]
-        row = torch.from_numpy(one.old_log_probs)[at]
-        rows.append((whole, ids[at], row, torch.full((len(at),), one.advantage)))
+            distributions = policy(ids[None]).logits[0].log_softmax(-1)[at - 1]
+        row = torch.from_numpy(sample.old_log_probs)[at]
+        rows.append((distributions, ids[at], row, torch.full((len(at),), sample.advantage)))
     columns = zip(*rows, strict=True)
     padded = [torch.nn.utils.rnn.pad_sequence(column, batch_first=True) for column in columns]
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row[1])) for row in rows], batch_first=True).bool()
-    return dict(zip(("whole", "ids", "rows", "advantages"), padded, strict=True)) | {"mask": mask}
+    return dict(zip(("distributions", "ids", "rows", "advantages"), padded, strict=True)) | {"mask": mask}
 
 
 def test_without_a_correction_the_loss_is_that_of_trl(asynchronous, tmp_path):
@@ -75,7 +75,8 @@ def test_without_a_correction_the_loss_is_that_of_trl(asynchronous, tmp_path):
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_the_loss_is_that_of_correct(asynchronous, tmp_path, monkeypatch, name, settings):
     """Of `jackpot.correct` on what another forward pass gives, by TRL's formula written out."""
-    listed, columns, drawn = name == "obrs", table(), []
+    listed = name == "obrs"
+    columns, drawn = table(), []
     trainer, batch = made(
         asynchronous.CorrectedAsyncGRPOTrainer, tmp_path, listed, correction={"name": name} | settings
     )
@@ -84,10 +85,14 @@ def test_the_loss_is_that_of_correct(asynchronous, tmp_path, monkeypatch, name, 
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
 
-    mask, whole, row = columns["mask"], columns["whole"], columns["rows"]
-    log_probs, rollout = whole.gather(-1, columns["ids"][..., None])[..., 0], torch.where(mask, row[..., 0], 0.0)
+    mask, row = columns["mask"], columns["rows"]
+    distributions = columns["distributions"]
+    log_probs, rollout = (
+        distributions.gather(-1, columns["ids"][..., None])[..., 0],
+        torch.where(mask, row[..., 0], 0.0),
+    )
     z = estimate_z(
-        policy_logits=whole,
+        policy_logits=distributions,
         rollout_top_ids=row[..., 1 : 1 + TOP].long(),
         rollout_top_log_probs=row[..., 1 + TOP :],
         lam=settings.get("lam", 1.0),
@@ -175,20 +180,20 @@ def test_three_steps_with_vllm(asynchronous, tmp_path):
 
 
 def test_what_cannot_be_corrected_is_refused(asynchronous, tmp_path):
-    def given(**more: Any) -> dict[str, Any]:
+    def settings(**more: Any) -> dict[str, Any]:
         workers = {"rollout_worker": QueuedSamples([]), "weight_transfer": asynchronous.ServerWeights()}
         return arguments(tmp_path) | workers | more
 
     trainer = asynchronous.CorrectedAsyncGRPOTrainer
     with pytest.raises(ConfigError, match="normalizer 'exact'"):
-        trainer(**given(), correction={"name": "obrs", "normalizer": "exact"})
+        trainer(**settings(), correction={"name": "obrs", "normalizer": "exact"})
     with pytest.raises(ConfigError, match="did you mean 'obrs'"):
-        trainer(**given(), correction="obsr")
+        trainer(**settings(), correction="obsr")
     with pytest.raises(ConfigError, match="weights_foldr"):
-        trainer(**given(weight_transfer=asynchronous.ServerWeights(weights_foldr="x")), correction="tis")
+        trainer(**settings(weight_transfer=asynchronous.ServerWeights(weights_foldr="x")), correction="tis")
     adapter = pytest.importorskip("peft").LoraConfig(task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="leave weight_transfer out"):
-        trainer(**given(peft_config=adapter), correction="tis")
+        trainer(**settings(peft_config=adapter), correction="tis")
 
     plain, batch = made(trainer, tmp_path, listed=False, correction="obrs")
     with pytest.raises(ConfigError, match=r"samples are \[T\]"):

@@ -23,6 +23,7 @@ NEEDED = ("verl", "hydra", "torchdata", "transfer_queue")
 
 @pytest.fixture(scope="session")
 def plugin() -> ModuleType:
+    """Our module for verl, where verl is installed."""
     pytest.importorskip("verl", reason="verl is not installed here; `make test-adapters` has it")
     return importlib.import_module("jackpot.adapters.verl")
 
@@ -62,4 +63,5 @@ def run(patched: Path) -> Callable[..., dict[str, Any] | str]:
 
 @pytest.fixture(scope="session")
 def steps(run: Callable[..., Any]) -> dict[str, Any]:
+    """What the steps with OBRS left: of padded and of packed rows, and of the trainer with TransferQueue."""
     return run("jackpot:obrs:lam=1.2:c1=2")

@@ -113,8 +113,8 @@ def server_of_verl(model: Qwen2ForCausalLM, config: Any) -> SimpleNamespace:
     """Return the `generate` of verl's server, from its source: the module itself imports vLLM."""
     path = Path(fsdp.__file__).parents[2] / "rollout" / "vllm_rollout" / "vllm_async_server.py"
     source = ast.parse(path.read_text())
-    [server] = [one for one in source.body if getattr(one, "name", "") == "vLLMHttpServer"]
-    methods = [one for one in server.body if getattr(one, "name", "") == "generate"]
+    [server] = [node for node in source.body if getattr(node, "name", "") == "vLLMHttpServer"]
+    methods = [node for node in server.body if getattr(node, "name", "") == "generate"]
     inside = {
         "Any": Any,
         "Optional": Optional,
@@ -224,8 +224,8 @@ class Store:
             self.rows.setdefault(key, {}).update({name: fields[name][index] for name in list(fields.keys())})
         return KVBatchMeta(keys=keys, tags=[{}] * len(keys))
 
-    async def async_kv_batch_put(self, **given: Any) -> None:
-        self.kv_batch_put(**given)
+    async def async_kv_batch_put(self, **arguments: Any) -> None:
+        self.kv_batch_put(**arguments)
 
     def kv_batch_get(self, keys: list[str], select_fields: list[str] | None = None, **others: Any) -> Any:
         rows = [self.rows[key] for key in keys]
@@ -243,6 +243,7 @@ def two_models() -> tuple[Qwen2ForCausalLM, Qwen2ForCausalLM]:
 
 
 def loop_worker(kind: type, config: DictConfig, sampler: Qwen2ForCausalLM) -> Any:
+    """Make verl's worker of agent loops, whose server samples from a tiny model."""
     worker = object.__new__(kind)
     rollout = config.actor_rollout_ref.rollout
     parts = {"config": config, "rollout_config": rollout, "llm_client": server_of_verl(sampler, rollout)}
@@ -253,12 +254,14 @@ def loop_worker(kind: type, config: DictConfig, sampler: Qwen2ForCausalLM) -> An
 
 
 def training_worker(policy: Qwen2ForCausalLM, use_remove_padding: bool) -> TinyWorker:
+    """Make verl's worker that trains a tiny policy."""
     sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
     loss = partial(ppo_loss, config=FSDPActorConfig(strategy="fsdp", rollout_n=1, **sizes))
     return TinyWorker(TinyEngine(policy), loss, use_remove_padding)
 
 
 def conversations() -> list[list[dict[str, str]]]:
+    """Return prompts of one word and of three, in turns."""
     prompts = [f"w3 w{4 + row} w5" if row % 2 else f"w{4 + row}" for row in range(ROWS)]
     return [[{"role": "user", "content": prompt}] for prompt in prompts]
 

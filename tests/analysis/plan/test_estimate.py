@@ -61,6 +61,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @cache  # tracing a step takes seconds
 def planned(recipe: str, arm: str | None, *overrides: str) -> CostEstimate:
+    """Plan an arm of a recipe on the GPUs that the recipe names."""
     config = resolve(recipe, arm, list(overrides))
     gpus = recipe_notes(recipe, load_recipe(recipe)).gpus
     return estimate(config, model_sizes(config), prompt_lengths(config), gpus)
@@ -78,8 +79,9 @@ TRACED: dict[str, int | None] = {}  # what a step takes, by what that depends on
 
 
 def trace_once(config: Config, shape: MicroBatchShape) -> int | None:
+    """Trace a step unless one that takes the same memory has been traced."""
     roles = [config.policy, config.rollout_model, config.critic]
-    models = [one and (one.path, getattr(one, "lora", None), one.optimizer is None) for one in roles]
+    models = [role and (role.path, getattr(role, "lora", None), role.optimizer is None) for role in roles]
     step = (config.precision, config.fp8_backward, config.activation_checkpointing, config.head_logits_memory)
     sampling = (config.sampling.top_k, config.sampling.top_p, config.sampling.num_top_log_probs)
     is_whole = shape.rows >= (config.batch.mini_batch_size or config.batch.rollouts)
@@ -97,7 +99,7 @@ def _trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def weight(config: Config) -> tuple:
     """What memory depends on: arms that agree in it need the same."""
     models = [config.policy, config.rollout_model, config.critic, config.objective.reference]
-    trained = [one and (getattr(one, "path", None), getattr(one, "optimizer", True) is None) for one in models]
+    trained = [model and (getattr(model, "path", None), getattr(model, "optimizer", True) is None) for model in models]
     steps = config.batch.steps_per_iteration > 1
     lengths = (config.task.max_prompt_tokens, config.sampling.max_new_tokens)
     engines = (config.engine.model_dump_json(), config.evaluation.engine and config.evaluation.engine.model_dump_json())
@@ -119,12 +121,12 @@ FITS: dict[tuple, tuple[str, str]] = {}  # of each weight on each machine, the a
 
 def arms_to_look_at(name: str) -> list[str]:
     """Those of a recipe that need something that no arm before them needed, whichever recipe that was of."""
-    gpus, found = recipe_notes(name, load_recipe(name)).gpus, []
+    gpus, arms = recipe_notes(name, load_recipe(name)).gpus, []
     for arm in list_recipe(name).arms:
         is_first = FITS.setdefault((gpus, *weight(resolve(name, arm, []))), (name, arm)) == (name, arm)
         if is_first and arm not in SMALLER.get(name, ()):
-            found.append(arm)
-    return found
+            arms.append(arm)
+    return arms
 
 
 @pytest.mark.slow
@@ -134,24 +136,26 @@ def arms_to_look_at(name: str) -> list[str]:
 )
 def test_a_recipe_fits_the_gpus_that_it_names(name: str) -> None:
     gpus = recipe_notes(name, load_recipe(name)).gpus
+
     for arm in arms_to_look_at(name):
-        found = planned(name, arm).stated
-        assert (found.kind, found.shard.gpus) == (gpus.kind, gpus.count)
-        assert found.shard.fits and found.shard.peak <= GPUS[gpus.kind].memory, (arm, found.shard)
-        assert 0 < found.hours.all < 24 * 31 and 0 < found.hours.rollout_share < 1, arm
+        machine = planned(name, arm).stated
+        assert (machine.kind, machine.shard.gpus) == (gpus.kind, gpus.count)
+        assert machine.shard.fits and machine.shard.peak <= GPUS[gpus.kind].memory, (arm, machine.shard)
+        assert 0 < machine.hours.all < 24 * 31 and 0 < machine.hours.rollout_share < 1, arm
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_trace_once")
 def test_more_than_the_gpus_hold_is_seen() -> None:
     """The joint run without an engine that sleeps, as the recipe once was."""
-    found = planned(
+    machine = planned(
         "joint_8b",
         None,
         *("engine.enable_sleep_mode=false", "evaluation.engine.enable_sleep_mode=false"),
         "evaluation.engine.gpu_memory_utilization=0.4",
     ).stated
-    assert not found.shard.fits and found.hours is None
+
+    assert not machine.shard.fits and machine.hours is None
 
 
 @pytest.mark.slow
@@ -186,12 +190,15 @@ def test_evaluations_are_drafted_where_rollouts_are(monkeypatch: pytest.MonkeyPa
 def test_fp8_saves_what_it_multiplies_and_reads() -> None:
     """Published: 1.15 of whole rollouts, 1.4 of linear layers in training; docs/cost.md has what Jet-RL measured."""
     bf16, rollouts, both = (timed("jet_rl", f"{arm}_7b").hours for arm in ("bf16", "fp8_rollouts", "jet_rl"))
+
     assert bf16.generation / rollouts.generation == pytest.approx(DENSE_FP8_GAIN, rel=0.02)  # whose cache is larger
     assert 1.5 < bf16.sending / rollouts.sending < 2
     assert rollouts.training == bf16.training and both.generation == rollouts.generation
     assert 1.25 < bf16.training / both.training < FP8_TRAINING_GAIN
+
     half = timed("jet_rl", "jet_rl_7b", "fp8_backward=dequantized").hours.training
     assert both.training < half < bf16.training
+
     cached = timed("jet_rl", "jet_rl_7b", "engine.kv_cache_dtype=fp8").hours
     assert cached.generation < both.generation
 
@@ -227,11 +234,14 @@ def test_a_policy_ahead_waits_for_what_training_does_not_hide(monkeypatch: pytes
     alone = plan.ahead(gpu, 8, 1.5)
     assert alone is not None and ahead.all < alone.all
 
-    own = planner("rollout_model=null", "engine.gpu_memory_utilization=0.9")
+    policy_alone = planner("rollout_model=null", "engine.gpu_memory_utilization=0.9")
     splits = []
     for training in range(2, 8):  # 131 GB of weights, gradients and moments need two GPUs
-        shares, learned = own.shares(gpu, 8 - training), own.run_hours(own.shares(gpu, training)).training
-        four = own.run_hours(replace(shares, work=replace(shares.work, sequences=4 * shares.work.sequences)))
+        shares, learned = (
+            policy_alone.shares(gpu, 8 - training),
+            policy_alone.run_hours(policy_alone.shares(gpu, training)).training,
+        )
+        four = policy_alone.run_hours(replace(shares, work=replace(shares.work, sequences=4 * shares.work.sequences)))
         splits.append(max(four.generation / 4, learned) + four.sending)
     assert alone.iterations == pytest.approx(min(splits))
     assert plan.ahead(gpu, 2, 0.0) is None  # one GPU does not hold the learner
@@ -255,6 +265,7 @@ def test_a_rollout_model_without_a_share_is_planned_untrained() -> None:
 
 
 def flop_shares(recipe: str, arm: str | None, *overrides: str) -> FlopShares:
+    """Return the FLOPs of an arm, as shares of those with the policy alone."""
     config = resolve(recipe, arm, list(overrides))
     return Estimator(config, model_sizes(config), prompt_lengths(config)).flop_shares()
 
@@ -316,16 +327,18 @@ def test_only_large_models_are_planned_for_gpus() -> None:
 
 
 def test_prompts_are_counted_where_they_can_be() -> None:
-    found = prompt_lengths(small_config("task.max_terms=3", "task.max_operand=40"))
-    assert found.longest == len("10+10+10=") and 5 <= found.mean < found.longest and found.assumed == ""
+    lengths = prompt_lengths(small_config("task.max_terms=3", "task.max_operand=40"))
+    assert lengths.longest == len("10+10+10=") and 5 <= lengths.mean < lengths.longest and lengths.assumed == ""
 
 
 def test_problems_without_room_are_in_the_plan(tmp_path: Path) -> None:
     data = str(write_problems(tmp_path / "a.jsonl", [1, None, 2], problem=["1+0=", "1+1=", "1+" * 100]))
     task = {"name": "math", "train": data, "test": {"source": data, "limit": 2}, "template": "plain", "instruction": ""}
     config = small_config("batch.micro_batch_tokens=90", "sampling.max_new_tokens=50")
-    found = prompt_lengths(config.model_copy(update={"task": MathConfig.model_validate(task)}))
-    assert found.longest == 4 and found.left_out == (
+
+    lengths = prompt_lengths(config.model_copy(update={"task": MathConfig.model_validate(task)}))
+
+    assert lengths.longest == 4 and lengths.left_out == (
         "a (train): of 3 problems 1 have prompts of more than 40 tokens, 1 have no answer; "
         "a (test): of 2 problems 1 have no answer"
     )
@@ -333,9 +346,11 @@ def test_problems_without_room_are_in_the_plan(tmp_path: Path) -> None:
 
 def test_unreadable_prompts_are_assumed_with_the_reason() -> None:
     config = resolve("joint_8b", None, [])
+
     assert prompt_lengths(config) == PromptLengths(
         1024, 120, "cannot load a tokenizer from the hub (there is no folder Qwen/Qwen3-8B-Base here)"
     )
     assert prompt_lengths(resolve("joint_8b", None, ["task.max_prompt_tokens=null"])).longest == LONGEST_PROMPT
+
     short = prompt_lengths(resolve("joint_8b", None, ["task.max_prompt_tokens=50"]))
     assert (short.longest, short.mean) == (50, 50)

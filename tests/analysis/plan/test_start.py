@@ -44,9 +44,9 @@ def typed(command: str) -> tuple[Config, int]:
     recipe, *overrides = shlex.split(words)
     config = resolve(recipe, None, overrides)
     assert run == (f"runs/{recipe}-seed0" if "placement.launcher" in words else "")
-    found = re.fullmatch(r"torchrun --nproc-per-node (\d+) -m -- ", launcher)
-    assert found or not launcher
-    return config, int(found[1]) if found else config.placement.ranks
+    match = re.fullmatch(r"torchrun --nproc-per-node (\d+) -m -- ", launcher)
+    assert match or not launcher
+    return config, int(match[1]) if match else config.placement.ranks
 
 
 def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
@@ -59,7 +59,9 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
 
 def test_what_is_printed_for_every_gpu_recipe_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "load_meta_model", cache(load_meta_model))  # many recipes have the same models
+
     assert len(ON_GPUS) == 16
+
     for name in ON_GPUS:
         gpus, paths = STATED[name], resolve(name, None, []).model_paths()
         config, ranks = typed(start(name, None, [], None, gpus.count))
@@ -72,11 +74,14 @@ def test_what_is_printed_for_every_gpu_recipe_starts(monkeypatch: pytest.MonkeyP
 
 def test_a_run_starts_on_the_gpus_of_its_recipe_or_the_fewest() -> None:
     config, eight = resolve("joint_8b", None, []), GpusConfig(kind="H100", count=8)
+
     assert machines(config, needs(eight, H100=4), is_asked=False) == [eight]
+
     four = GpusConfig(kind="H200", count=4)
     assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=False) == [four]
     assert machines(config, needs(eight, fits=False, H100=0), is_asked=False) == []
     assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=True) == []
+
     here = needs(eight, H100=4)._replace(this_machine=[needs(four).stated])
     assert machines(config, here, is_asked=False) == [eight, four] and machines(config, here, is_asked=True) == [eight]
 
@@ -99,6 +104,7 @@ def test_one_gpu_needs_no_launcher_and_what_was_typed_stays(tmp_path: Path) -> N
 
 def test_gpus_of_this_machine_are_of_a_kind_that_plans_know(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus_here() is None
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, memory, kind in (
@@ -165,6 +171,7 @@ def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "8")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
+
     with pytest.raises(ConfigError, match=r"leave placement\.engines out"):
         train("joint_8b", ["placement.engines=0"], None, None, dry_run=True, gpus=None, tiny=False)
 
