@@ -89,47 +89,6 @@ def test_no_recipe_is_longer_than_thirty_lines():
         assert 10 < len(below_the_docstring.splitlines()) <= 30, name
 
 
-# A correction whose acceptance mask is apart from its weights: a token that the draw rejects has no gradient.
-
-
-@pytest.mark.parametrize("framework", sorted(RECIPES))
-def test_a_rejected_token_has_no_gradient(framework, request: pytest.FixtureRequest):
-    coin = {"correction": "coin_only"}
-    if framework in ("slime", "prime_rl"):  # their rows are shorter: one response each
-        rollout, old = (INPUTS[name][0][None] for name in ("rollout_log_probs", "log_probs"))
-        mask, advantages = MASKS[0][None], INPUTS["advantages"][0][None]
-        rollout = rollout + 1.0  # so that most are rejected
-        new = old.clone().requires_grad_()
-    else:
-        rollout, old, new, mask, advantages = batch().values()
-    if framework != "slime":
-        request.getfixturevalue(framework)
-    module = recipe(framework, **{} if framework == "prime_rl" else {"CORRECTION": coin})
-    if framework == "skyrl":
-        settings = request.getfixturevalue("skyrl").AlgorithmConfig()
-        loss = module.jackpot_loss(new, old, advantages, settings, mask.float(), rollout)[0]
-    elif framework == "openrlhf":
-        loss = module.PolicyLoss()(new, old, advantages, action_mask=mask.float(), rollout_log_probs=rollout)[0]
-    elif framework == "areal":
-        data, new = packed()
-        loss = request.getfixturevalue("areal").grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS)
-    elif framework == "slime":
-        inputs = {"train_log_probs": old, "rollout_log_probs": rollout, "loss_masks": mask.float()}
-        loss = module.jackpot_tis(None, pg_loss=-new[0], **inputs)[0][mask[0]].sum()
-    else:
-        inputs = (new[0], rollout[0], None, torch.ones_like(advantages[0]), mask[0], None)
-        loss = module.jackpot_loss(request.getfixturevalue("prime_rl").LossInputs(*inputs), **coin).loss
-    [gradient] = torch.autograd.grad(loss, new)
-    done = correct(**coin, rollout_log_probs=rollout, target_log_probs=old, response_mask=mask)
-    rejected = mask & (done.accept_mask == 0.0)
-
-    if framework == "areal":
-        rejected = torch.cat([row[:length] for row, length in zip(rejected, LENGTHS, strict=True)])
-
-    assert rejected.any()
-    assert not gradient[rejected].any()
-
-
 # SkyRL
 
 
@@ -151,7 +110,6 @@ def skyrl() -> ModuleType:
 def test_skyrls_loss_with_its_own_tis_is_that_of_the_recipe(skyrl, correction, theirs):
     settings = skyrl.AlgorithmConfig()
     settings.policy_loss_type = "regular"
-
     for name, value in theirs.items():
         assert hasattr(settings.off_policy_correction, name)
         setattr(settings.off_policy_correction, name, value)
@@ -165,10 +123,10 @@ def test_skyrls_loss_with_its_own_tis_is_that_of_the_recipe(skyrl, correction, t
         responses["mask"].float(),
         responses["rollout"],
     )
+
     recipe("skyrl", CORRECTION=correction)
     registered = skyrl.PolicyLossRegistry.get("jackpot")
     ours, metrics = registered(*arguments)
-
     expected, _ = skyrl.PolicyLossRegistry.get("regular")(*arguments)
 
     for mine, its in zip(with_gradient(ours, responses["new"]), with_gradient(expected, responses["new"]), strict=True):
@@ -210,10 +168,10 @@ def test_slime_gets_what_its_own_functions_answered(answer):
         "rollout_log_probs": INPUTS["rollout_log_probs"],
         "loss_masks": masks,
     }
+
     ours, kept, metrics = recipe("slime", CORRECTION=answer["correction"]).jackpot_tis(**keywords)
 
     expected, sampled = torch.tensor(answer["pg_loss"]), torch.cat(MASKS)
-
     torch.testing.assert_close(ours[sampled], expected[sampled], **CLOSE)
     assert not torch.equal(ours[sampled], loss[sampled])
     assert kept is masks
@@ -296,16 +254,15 @@ def test_openrlhfs_loss_is_that_of_the_recipe(openrlhf, correction, level, mode,
     ours = recipe("openrlhf", CORRECTION=correction).PolicyLoss(**settings)(*first, **arguments)
 
     assert len(ours) == len(theirs)
-
     for mine, its in zip(
         with_gradient(ours[0], responses["new"]), with_gradient(theirs[0], responses["new"]), strict=True
     ):
         torch.testing.assert_close(mine, its, **CLOSE)
 
     torch.testing.assert_close(ours[3].float(), theirs[3], **CLOSE)  # vllm_kl
-
     if mode == "mask":
         torch.testing.assert_close(ours[4].float(), theirs[4], **CLOSE)  # is_filter_ratio
+
     plain = openrlhf.PolicyLoss(**settings | {"is_correction_level": "off"})(*first, **arguments)
     assert abs(float((plain[0] - ours[0]).detach())) > 1e-3
 
@@ -325,6 +282,7 @@ def areal() -> ModuleType:
         denominator=lambda **arguments: None, stat=lambda **arguments: None, scalar=lambda **arguments: None
     )
     space |= {"stats_tracker": silent, "_log_proximal_approximation_stats": lambda **arguments: None}
+
     names_by_file = {
         "api/cli_args.py": ["RejectionSamplingConfig"],
         "utils/functional/functional.py": [
@@ -335,9 +293,11 @@ def areal() -> ModuleType:
         ],
         "trainer/ppo/actor.py": ["_resolve_proximal_logp", "grpo_loss_fn"],
     }
+
     for path, names in names_by_file.items():
         nodes = {node.name: node for node in ast.parse((root / path).read_text()).body if hasattr(node, "name")}
         exec(compile(ast.Module([nodes[name] for name in names], type_ignores=[]), path, "exec"), space)
+
     module = sys.modules["areal.trainer.ppo.actor"] = ModuleType("areal.trainer.ppo.actor")
     module.grpo_loss_fn, module.RejectionSamplingConfig = space["grpo_loss_fn"], space["RejectionSamplingConfig"]
     sys.modules["areal.trainer.ppo"].actor = module
@@ -390,6 +350,7 @@ def test_areals_packed_responses_are_taken_apart(areal):
     data, new = packed()
     recipe("areal", CORRECTION={"correction": "seq_tis", "cap": 3.0})
     ours = areal.grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS)
+
     responses = batch()
     weights = correct(
         "seq_tis",
@@ -414,3 +375,46 @@ def test_areal_correcting_twice_or_not_at_all_is_an_error(areal):
     for change in ({"rejection_sampling": sampling}, {"use_decoupled_loss": False}):
         with pytest.raises(ValueError, match="set rejection_sampling: null"):
             areal.grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS | change)
+
+
+# All of them, with a correction whose acceptance mask is apart from its weights
+
+
+@pytest.mark.parametrize("framework", sorted(RECIPES))
+def test_a_rejected_token_has_no_gradient(framework, request: pytest.FixtureRequest):
+    coin = {"correction": "coin_only"}
+    if framework in ("slime", "prime_rl"):  # their rows are shorter: one response each
+        rollout, old = (INPUTS[name][0][None] for name in ("rollout_log_probs", "log_probs"))
+        mask, advantages = MASKS[0][None], INPUTS["advantages"][0][None]
+        rollout = rollout + 1.0  # so that most are rejected
+        new = old.clone().requires_grad_()
+    else:
+        rollout, old, new, mask, advantages = batch().values()
+
+    if framework != "slime":
+        request.getfixturevalue(framework)
+    module = recipe(framework, **{} if framework == "prime_rl" else {"CORRECTION": coin})
+
+    if framework == "skyrl":
+        settings = request.getfixturevalue("skyrl").AlgorithmConfig()
+        loss = module.jackpot_loss(new, old, advantages, settings, mask.float(), rollout)[0]
+    elif framework == "openrlhf":
+        loss = module.PolicyLoss()(new, old, advantages, action_mask=mask.float(), rollout_log_probs=rollout)[0]
+    elif framework == "areal":
+        data, new = packed()
+        loss = request.getfixturevalue("areal").grpo_loss_fn(new, torch.zeros_like(new), data, **SETTINGS)
+    elif framework == "slime":
+        inputs = {"train_log_probs": old, "rollout_log_probs": rollout, "loss_masks": mask.float()}
+        loss = module.jackpot_tis(None, pg_loss=-new[0], **inputs)[0][mask[0]].sum()
+    else:
+        inputs = (new[0], rollout[0], None, torch.ones_like(advantages[0]), mask[0], None)
+        loss = module.jackpot_loss(request.getfixturevalue("prime_rl").LossInputs(*inputs), **coin).loss
+
+    [gradient] = torch.autograd.grad(loss, new)
+    done = correct(**coin, rollout_log_probs=rollout, target_log_probs=old, response_mask=mask)
+    rejected = mask & (done.accept_mask == 0.0)
+    if framework == "areal":
+        rejected = torch.cat([row[:length] for row, length in zip(rejected, LENGTHS, strict=True)])
+
+    assert rejected.any()
+    assert not gradient[rejected].any()

@@ -76,7 +76,6 @@ def test_losses_and_weights_are_those_of_our_learner(adapter: ModuleType, tmp_pa
     trainer.train()
 
     assert len(losses) == trainer.state.global_step >= 1
-
     for theirs, ours in losses:
         assert theirs == pytest.approx(ours, abs=3e-6, rel=1e-5)
 
@@ -103,6 +102,7 @@ def test_kappa_is_that_of_the_whole_generation_batch(adapter: ModuleType, tmp_pa
 
     trainer._prepare_inputs = recorded
     trainer.train()
+
     policy = load_model("starter:policy", torch.float32).double()
     accepted = normalizers = 0.0
     parts = []
@@ -120,6 +120,7 @@ def test_kappa_is_that_of_the_whole_generation_batch(adapter: ModuleType, tmp_pa
         z, a = known.exp().sum(-1), (ratio / 0.9).clamp(max=1.0)
         accepted, normalizers = accepted + float(a[mask].sum()), normalizers + float(z[mask].sum())
         parts.append((batch, mask, a * z * ratio.clamp(min=0.9)))
+
     for batch, mask, weight in parts:
         expected = batch["jackpot_advantages"][:, None] * weight * accepted / normalizers
         torch.testing.assert_close(batch["advantages"][mask].double(), expected[mask], atol=1e-4, rtol=1e-3)
@@ -133,17 +134,17 @@ def test_a_policy_is_compared_on_what_it_kept_of_itself(adapter: ModuleType, tmp
         rollout_func=adapter.EngineRollouts("starter:policy"),
         correction=correction,
     )
+
     trainer.train()
     logged = trainer.state.log_history[0]
 
     assert logged["jackpot/mismatch/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert logged["jackpot/mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-4)
-
     if correction == "obrs":
         assert logged["jackpot/obrs/z"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_reference_over_everything_is_refused_beside_it(adapter: ModuleType, tmp_path):
+def test_a_reference_kl_is_refused_beside_top_k(adapter: ModuleType, tmp_path):
     trainer = adapter.CorrectedGRPOTrainer(
         **arguments(tmp_path, top_k=5, max_steps=1, beta=0.1),
         rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),

@@ -47,6 +47,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def trainer_of(adapter: ModuleType, folder: Path, rollout_model: dict[str, Any], correction=OBRS, **changes):
+    """Make a trainer of two models; changes are TRL's arguments, and engines of ours."""
     engines = {name: changes.pop(name) for name in ("engine", "policy_engine") if name in changes}
     return adapter.JackpotGRPOTrainer(
         **arguments(folder, **changes), rollout_model=rollout_model, correction=correction, **engines
@@ -82,10 +83,13 @@ def test_both_models_walk_with_our_learner(
         rollout_model=settings(**rollout_settings),
         correction=correction,
     )
+
     trainer.train()
+
     assert len(losses) == 7 * trainer.state.global_step == 7 * learner.version.rollout_model
     for theirs, ours in losses:
         assert theirs == pytest.approx(ours, abs=3e-6, rel=1e-5)
+
     for role, trained in (("policy", trainer.model), ("rollout_model", trainer.rollout_model)):
         start = load_model(f"starter:{role}", torch.float32)
         models = (learner.models[role], trained, start)
@@ -100,7 +104,6 @@ def test_a_resumed_run_is_bit_equal_in_both_models(adapter: ModuleType, tmp_path
     settings_of_trl = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 16}
     uninterrupted = trainer_of(adapter, tmp_path, rollout_settings, **settings_of_trl)
     uninterrupted.train()
-
     shares = [
         line["jackpot/sampling/rollout_model_share"] for line in uninterrupted.state.log_history if "loss" in line
     ]
@@ -135,13 +138,12 @@ def test_a_policy_with_an_adapter_writes_with_drafts(adapter: ModuleType, tmp_pa
         rollout_model=settings(share=0.0),
         engine={"draft": {"tokens": 3}},
     )
+
     trainer.train()
     trainer.evaluate(trainer.train_dataset.select(range(2)))
-
     log = trainer.state.log_history
 
     assert any("eval_reward" in line and "eval_jackpot/draft/acceptance" in line for line in log)
-
     gaps = [line.get("jackpot/mismatch/engine_gap_of_policy") for line in log if "loss" in line]
     assert all(0.0 < gap < 1e-5 for gap in gaps)
     assert {line["jackpot/draft/acceptance"] > 0.3 for line in log if "loss" in line} == {True}
@@ -152,11 +154,13 @@ def test_a_longer_rollout_model_is_cut_a_longer_policy_refused(adapter: ModuleTy
     """Both models generate."""
     size = save_longer(ROLLOUT_MODEL, tmp_path / "long")
     longer, trained = str(tmp_path / "long"), []
+
     for path in (longer, ROLLOUT_MODEL):
         changes = {"max_steps": 2, "per_device_train_batch_size": 16}
         trainer = trainer_of(adapter, tmp_path, settings(path=path, share=0.5), **changes)
         trainer.train()
         trained.append(weights(trainer))
+
     for longer_weight, shorter_weight in zip(*trained, strict=True):
         torch.testing.assert_close(longer_weight[: len(shorter_weight)], shorter_weight, rtol=1e-5, atol=1e-6)
 
@@ -172,6 +176,7 @@ def test_engines_get_weights_that_changed_without_a_step(adapter: ModuleType, tm
     twice = trainer_of(adapter, tmp_path / "twice", settings(share=0.5), **plain)
     twice.train()
     twice.train()
+
     best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": True}
     each = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     run_arguments = arguments(tmp_path / "best", **plain | best | each | {"max_steps": 2})
@@ -186,6 +191,7 @@ def test_engines_get_weights_that_changed_without_a_step(adapter: ModuleType, tm
     trainer = Scored(
         **run_arguments, eval_dataset=run_arguments["train_dataset"].select(range(2)), rollout_model=settings()
     )
+
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
     trainer.evaluate()
@@ -204,6 +210,7 @@ def test_a_schedule_counts_generation_batches(adapter: ModuleType, tmp_path):
 
     trainer._generate_and_score_completions = counting
     trainer.train()
+
     assert counted == [1, 2, 3]
 
 
@@ -219,7 +226,6 @@ def test_a_writing_policy_needs_an_adapter_that_merges(adapter: ModuleType, tmp_
     peft = pytest.importorskip("peft")
     lora = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False} | changes
     trainer_arguments = arguments(tmp_path, max_steps=1, per_device_train_batch_size=16)
-
     trainer_arguments |= {"peft_config": peft.LoraConfig(**lora), "rollout_model": settings(share=0.5)}
 
     with pytest.raises(ConfigError, match=named):
@@ -319,6 +325,7 @@ def test_what_accelerate_sets_up_is_refused_by_name(adapter: ModuleType, setup, 
     state = SimpleNamespace(deepspeed_plugin=setup.get("deepspeed_plugin"))
     accelerator = SimpleNamespace(state=state, mixed_precision=setup.get("mixed_precision", "no"))
     args = SimpleNamespace(bf16=False, n_gpu=setup.get("n_gpu", 1))
+
     with pytest.raises(ConfigError, match=named):
         refuse_processes(SimpleNamespace(accelerator=accelerator, args=args))
 

@@ -57,11 +57,13 @@ class Refused(NamedTuple):
 
 
 def engine(adapter: ModuleType) -> TransformersEngine:
+    """An engine of the small starter."""
     model = load_model(ROLLOUT_MODEL, torch.float32)
     return TransformersEngine(model, TransformersEngineConfig(), eos_token_ids=[1], version=Version(0, 0))
 
 
 def rollouts(**settings: Any) -> Callable[[ModuleType], Any]:
+    """A rollout function of ours, which is made when the adapters are there."""
     return lambda adapter: adapter.EngineRollouts(ROLLOUT_MODEL, **settings)
 
 
@@ -87,6 +89,7 @@ def shortened(adapter: ModuleType) -> Callable:
 
 
 def peft(name: str, **settings: Any) -> Callable[[ModuleType], Any]:
+    """A config of peft's, which is made where peft is installed."""
     return lambda adapter: getattr(pytest.importorskip("peft"), name)(task_type="CAUSAL_LM", **settings)
 
 
@@ -325,6 +328,7 @@ def processes(zero: int | None = None, used: str = "no", bf16: bool = False, gpu
 
 
 def server(mode: str) -> SimpleNamespace:
+    """A server of vLLM, of which the mode of its log-probs is read."""
     return SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": mode}})
 
 
@@ -383,6 +387,7 @@ def test_every_remedy_of_what_was_set_up_works(adapter: ModuleType, name: str, s
 def test_a_policy_cut_as_told_is_trained(adapter: ModuleType, tmp_path: Path) -> None:
     save_longer(ROLLOUT_MODEL, tmp_path / "long")
     trainer_arguments = arguments(tmp_path) | PAIR | {"model": str(tmp_path / "long")}
+
     with pytest.raises(ModelError, match="TRL's loss reads all") as error:
         adapter.JackpotGRPOTrainer(**trainer_arguments)
     [(remedy, _)] = remedies_of(str(error.value), {r"give TRL a policy that (model\.\S+) has cut": {}})
@@ -401,10 +406,12 @@ def test_checkpoints_as_told_are_continued(adapter: ModuleType, tmp_path: Path) 
         trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / checkpoint))
 
     train(save_only_model=True)
+
     with pytest.raises(CheckpointError, match="has no rollout model with its optimizer") as error:
         train("checkpoint-1")
     pattern = r"continue from a checkpoint of JackpotGRPOTrainer, saved with (save_only_model)=(False)"
     [(remedy, _)] = remedies_of(str(error.value), {pattern: {}})
+
     train(**{remedy[1]: literal(remedy[2])})
     train("checkpoint-1")
 
@@ -454,7 +461,6 @@ def test_trl_sends_an_adapter_that_is_not_ours(asynchronous: ModuleType, tmp_pat
     server.settings["lora_config"] = {"max_lora_rank": 16, "max_loras": 16}  # as with --enable-lora
     trainer_arguments = trl_async.arguments(tmp_path, vllm_server_base_url=server.url) | {"correction": "tis"}
     trainer_arguments["peft_config"] = peft("LoraConfig", **LORA)(asynchronous)
-
     trainer = asynchronous.CorrectedAsyncGRPOTrainer
 
     try:
@@ -500,6 +506,7 @@ NOT_HERE = {  # the start of a message: where it is provoked, or why nothing is 
 def test_every_refusal_stands_in_a_table(adapter: ModuleType) -> None:
     messages = [message_of(adapter, index) for index in range(len(REFUSED))]
     refusals = import_module("jackpot.adapters.trl.refusals")
+
     for name, setup, _ in CALLED:
         with pytest.raises(JackpotError) as error:
             getattr(refusals, name)(setup)
@@ -511,5 +518,6 @@ def test_every_refusal_stands_in_a_table(adapter: ModuleType) -> None:
         if not is_provoked(text, messages)
     ]
     missing = [text for text in unsaid if not text.startswith(tuple(NOT_HERE))]
+
     assert not missing, missing
     assert all(any(text.startswith(start) for text in unsaid) for start in NOT_HERE)

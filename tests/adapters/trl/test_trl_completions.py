@@ -34,14 +34,19 @@ def test_what_trl_logs_with_the_hint_is_replayed(is_corrected: bool, adapter: Mo
     more = {"correction": "tis"} if is_corrected else {}
     rollouts = adapter.EngineRollouts(ROLLOUT_MODEL)
     trainer = kind(**arguments(tmp_path, max_steps=1, log_completions=True), rollout_func=rollouts, **more)
+
     trainer.train()
+
     files = FORMATS["trl"].files(tmp_path)
     assert [file.name for file in files] == ["completions_00001.parquet"]
+
     with pytest.raises(DataError, match="give --model PATH"):
         replay(tmp_path)
+
     result = replay(tmp_path, names=["tis"], model="starter:policy")
     assert result.format == "trl" and float(result.run["responses"].value) == 32 and not result.problems
     assert 0.01 < float(result.run["total_variation"].value) < 0.2
+
     batch = trainer._buffered_inputs[0]
     responses = list(read_files(FORMATS["trl"], files, print))
     written = {
@@ -49,8 +54,10 @@ def test_what_trl_logs_with_the_hint_is_replayed(is_corrected: bool, adapter: Mo
         for response in responses
     }
     asked, answered = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
+
     for row, log_probs in enumerate(batch["sampling_per_token_logps"]):
         prompt, ids = batch["prompt_ids"][row][asked[row]], batch["completion_ids"][row][answered[row]]
         saved = written[(*prompt.tolist(), *ids.tolist())]
         torch.testing.assert_close(saved.float(), log_probs[answered[row]], rtol=0.0, atol=0.0)
+
     assert torch.tensor([response.advantages[0] for response in responses]).std() > 0.1

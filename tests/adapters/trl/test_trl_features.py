@@ -51,10 +51,12 @@ def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
         correction={"name": "obrs", "proximal": "new"},
     )
     before = load_model(trainer.model.get_base_model().name_or_path, torch.float32)
+
     trainer.train()
     batch = trainer._buffered_inputs[0]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
     trainer.model.eval()
     with torch.no_grad():
         width = batch["completion_ids"].shape[1]

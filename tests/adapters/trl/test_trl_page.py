@@ -32,10 +32,11 @@ def patched(trainer: str) -> str:
 
 
 @pytest.mark.parametrize("trainer", [*TRAINERS, pytest.param(None, marks=pytest.mark.sweep)])
-def test_the_script_runs(adapter: ModuleType, tmp_path: Path, trainer: str | None) -> None:
+def test_the_pages_script_runs_as_it_is_and_with_each_diff(
+    adapter: ModuleType, tmp_path: Path, trainer: str | None
+) -> None:
     text = patched(trainer) if trainer else SCRIPT
     short = {"max_steps=30": "max_steps=2", "logging_steps=10": "logging_steps=1", "size=128": "size=16"}
-
     for old, new in short.items():
         assert old in text
         text = text.replace(old, new)

@@ -36,7 +36,6 @@ def test_the_first_entry_of_trl_is_not_always_the_sampled_token():
     _, completions, _, names = generate()
     tokens, entries = [token for row in completions for token in row], [entry for row in names for entry in row]
     first = [token == entry[0] for token, entry in zip(tokens, entries, strict=True)]
-
     sizes = set(map(len, entries))
 
     assert 0 < sum(first) < len(first)
@@ -55,9 +54,9 @@ def test_minus_infinity_of_a_server_is_not_of_the_support(adapter: ModuleType):
 def test_trl_gets_the_sampled_token_and_we_keep_the_top_k(adapter: ModuleType):
     listener = SimpleNamespace()
     wrapped = adapter.CorrectedGRPOTrainer._generate_by_vllm
+
     _, completions, sampled, _ = wrapped(listener, generate, TOP, prompts=[], images=None, num_generations=1)
     width = max(map(len, completions)) + 2
-
     ids, log_probs = listener._lists.padded(width)
 
     assert ids.shape == log_probs.shape == (len(completions), width, TOP)

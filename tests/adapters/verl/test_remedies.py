@@ -161,6 +161,7 @@ def start(plugin: ModuleType, settings: Settings) -> dict[str, float]:
 
     if correction.bypass_mode:
         return bypassed(config, rollout, new, advantages, mask)
+
     has_z = settings.get("patched") and plugin.z_request(config)
     columns = {name: torch.full(SHAPE, 0.6) for name in plugin.Z_FIELDS} if has_z else {}
     of_weights = {name: correction[name] for name in ("rollout_is_threshold", "rollout_is_batch_normalize")}

@@ -96,7 +96,6 @@ def test_metrics_stand_before_and_after_masking(plugin, tensors):
     every, ratio = tensors["response_mask"].bool(), log_ratio.exp()
     unrejected = every & (-log_ratio >= math.log(0.8)) & (-log_ratio <= math.log(4.0))
     band, every_one = (ratio >= 0.5) & (ratio <= 1.1), torch.ones_like(every)
-
     cases = [
         ("jackpot:icepop:high=1.1", {}, ratio * band, band),
         ("token", {"rollout_is_threshold": "0.5_1.1"}, ratio * band, band),
@@ -210,7 +209,7 @@ print(metrics["jackpot/correction/accepted"])
 """
 
 
-def test_verl_loads_it_by_its_own_variable_alone(plugin, tensors, tmp_path: Path):
+def test_verl_loads_the_plugin_by_its_own_variable_alone(plugin, tensors, tmp_path: Path):
     torch.save(tensors, tmp_path / "in.pt")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment.pop("VERL_USE_EXTERNAL_MODULES", None)
@@ -221,6 +220,7 @@ def test_verl_loads_it_by_its_own_variable_alone(plugin, tensors, tmp_path: Path
         return subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=250)
 
     assert "Invalid rollout_is: jackpot:coin_only" in run().stderr
+
     done = run(VERL_USE_EXTERNAL_MODULES=variable)
     assert done.returncode == 0, done.stderr[-2000:]
     assert torch.equal(torch.load(tmp_path / "out.pt"), ours("coin_only", tensors))
@@ -252,12 +252,13 @@ def test_verls_loss_with_our_weights_is_our_loss(plugin, tensors):
     proto, mask, _ = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is="jackpot:coin_only")
     new, advantages = of_policy(tensors)
     old = tensors["old_log_prob"]
+
     loss, _ = algos.compute_policy_loss_vanilla(
         old, new, advantages, mask, "token-mean", loss_settings(), of_verl(proto)
     )
+
     ratio = (new - old).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-
     expected = -(ours("coin_only", tensors) * surrogate).sum() / mask.sum()
 
     torch.testing.assert_close(loss, expected)
@@ -273,13 +274,13 @@ def test_verls_bypass_loss_takes_weights_of_the_policy_now(plugin, tensors):
     new, advantages = of_policy(tensors)
     mask, rollout = tensors["response_mask"].bool(), tensors["rollout_log_prob"]
     settings = Settings(rollout_correction={"loss_type": "reinforce", "rollout_is": "jackpot:tis:cap=1.5"})
+
     loss, metrics = algos.compute_policy_loss_bypass_mode(
         rollout, new, advantages, mask, "token-mean", loss_settings(policy_loss=settings)
     )
     [gradient] = torch.autograd.grad(loss, new)
 
     weight = (new.detach() - rollout).exp().clamp(max=1.5)
-
     torch.testing.assert_close(gradient, torch.where(mask, -weight * advantages, 0.0) / mask.sum())
     assert metrics["jackpot/correction/weight"] == pytest.approx(float(weight[mask].mean()), rel=1e-5)
 
@@ -292,6 +293,7 @@ def test_replay_reads_what_verls_own_writer_writes(plugin, tensors, tmp_path: Pa
     [trainer] = [node for node in ast.parse(source).body if getattr(node, "name", "") == "RayPPOTrainer"]
     methods = {node.name: node for node in trainer.body if isinstance(node, ast.FunctionDef)}
     logs = textwrap.dedent(ast.get_source_segment(source, methods["_log_rollout_data"], padded=True))
+
     [indent] = re.findall(r"^( *)self\._dump_generations\(", logs, re.MULTILINE)
     logs = logs.replace(f"{indent}self._dump", textwrap.indent(hint, indent) + f"{indent}self._dump")
     inside = {"json": json, "os": os, "DataProto": None, "marked_timer": lambda *a, **k: nullcontext()}
@@ -321,12 +323,15 @@ def test_replay_reads_what_verls_own_writer_writes(plugin, tensors, tmp_path: Pa
     fake = SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=lambda ids, **others: ["a"] * 3), global_steps=4)
     first = ([fake], {}) if writer == "_dump_generations" else ([], {"global_steps": 4})
     fake._dump_generations = lambda **arguments: inside[writer](*first[0], **first[1], **arguments)
+
     inside["_log_rollout_data"](fake, Batch(), {}, {}, str(tmp_path))
+
     warnings: list[str] = []
     [file] = FORMAT.files(tmp_path)
     assert FORMAT.recognizes(file, warnings.append)
     responses = list(FORMAT.read(file, warnings.append, []))
     assert warnings == [] and len(responses) == 3
+
     for row, response in enumerate(responses):
         mask = batch["response_mask"][row].bool()
         assert response.token_ids.tolist() == batch["responses"][row].tolist()

@@ -40,7 +40,7 @@ def sums(**changes: float) -> torch.Tensor:
 
 
 def candidate(label: str, rows: torch.Tensor | None = None, **changes: float) -> JudgedCorrection:
-    """A judged correction, whose label is its name and a mask; all groups of responses have the same sums, or `rows`."""
+    """A judged correction, of the name and the mask in its label; all groups have the same sums, or those of `rows`."""
     name, _, mask = label.partition(" ")
     groups = sums(**changes).expand(GROUPS, -1) if rows is None else rows
     settings = {"mask": mask} if mask else {}
@@ -53,9 +53,8 @@ def test_the_three_means_are_those_of_the_formula():
     worth = worth_of(sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2))
 
     assert [float(value) for value in worth] == pytest.approx([0.9, 0.05, 0.2])
-    assert float(worth.of_tokens) == pytest.approx(0.9 * 0.81) and float(worth.value) == pytest.approx(
-        0.9 * 0.81 * 0.64
-    )
+    assert float(worth.of_tokens) == pytest.approx(0.9 * 0.81)
+    assert float(worth.value) == pytest.approx(0.9 * 0.81 * 0.64)
     assert float(worth_of(sums(wrong=0.6)).value) == 0.0
     assert float(worth_of(sums(factor=0.0, square=0.0, trained=0.0)).value) == 0.0
 
@@ -77,12 +76,12 @@ def test_a_share_is_worth_the_sums_of_both_models_rollouts():
 def test_the_share_elsewhere_is_the_variation_of_later_states(tmp_path: Path):
     """Responses of two tokens: no prefix differs at the first, and at the second those of one token do."""
     path = write(tmp_path / "two.jsonl", records(noise(0.8), responses=1100, length=2))
+
     result = replay(path, names=["none", "prefix"])
     none = next(judged for judged in result.answer.candidates if judged.label == "none")
 
-    expected = estimate(
-        lambda rows: (1.0 - rows[..., 6] / rows[..., 0]) / 2.0, none.groups
-    )  # half of the mean TV of a token
+    # half of the mean TV of a token
+    expected = estimate(lambda rows: (1.0 - rows[..., 6] / rows[..., 0]) / 2.0, none.groups)
 
     assert none.elsewhere.value == pytest.approx(expected.value, abs=4.0 * none.elsewhere.error)
     assert 0.005 > none.elsewhere.error > 0.001 and expected.value > 0.1
@@ -116,6 +115,7 @@ def test_the_standard_error_is_the_spread_over_repeated_draws():
     estimates = [estimate(lambda rows: worth_of(rows).effective, draw()) for _ in range(200)]
     spread = torch.tensor([estimated.value for estimated in estimates]).std()
     assert sum(estimated.error for estimated in estimates) / 200 == pytest.approx(float(spread), rel=0.15)
+
     alone = torch.zeros(GROUPS, 7, dtype=torch.float64)
     alone[3] = sums()
     assert estimate(lambda rows: worth_of(rows).value, alone).error is None
@@ -137,7 +137,6 @@ def test_a_difference_by_chance_is_a_tie():
     generator = torch.Generator().manual_seed(0)
     chance = torch.randn(GROUPS, generator=generator, dtype=torch.float64)
     chance -= chance.mean()
-
     best = candidate("tis")
 
     for noise_of, label in ((0.0, "tis"), (0.3, "none")):
@@ -149,8 +148,8 @@ def test_a_difference_by_chance_is_a_tie():
 def test_shares_and_drafts_cost_their_tokens_over_their_worth():
     rows = sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2, overlap=0.8).expand(GROUPS, -1)
     costs = Costs(flops=0.2, weights=0.1)
-    half, alone = mixed_generation(0.5, rows, costs), mixed_generation(0.0, rows, costs)
 
+    half, alone = mixed_generation(0.5, rows, costs), mixed_generation(0.0, rows, costs)
     worth = float(worth_of(rows.sum(0), 0.5).value)
 
     assert half.worth.value == pytest.approx(worth) and half.flops.value == pytest.approx(0.6 / worth)
@@ -171,6 +170,7 @@ def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
         return judge(those, "some tokens", Costs(flops=0.2, weights=0.2))
 
     near, far = advice(0.1), advice(0.7)
+
     assert near.correction == "tis" and list(near.lines) == [
         "Use",
         "After tis",
@@ -178,6 +178,7 @@ def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
         "With 7 drafts a pass",
         "Judged on",
     ]
+
     cheapest = near.lines["Cheapest mix"]
     assert cheapest.startswith(
         "let the rollout model generate everything; equal progress takes 27% (95 % CI 27% to 27%)"
@@ -186,8 +187,10 @@ def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
     assert near.lines["With 7 drafts a pass"].startswith(
         "speculative decoding takes 58% fewer weight reads and 69% more FLOPs"
     )
+
     cheapest = far.lines["Cheapest mix"]
     assert cheapest.startswith("let the policy generate everything") and cheapest.endswith("generate everything, 22%")
+
     assert judge([candidate("none")], "some tokens").generation == ()
     assert judge([], "no tokens").verdict == "cannot tell"
     assert Estimate(0.5, math.nan).text == "0.50" and Estimate(0.5, 0.123).text == "0.50 ± 0.12"

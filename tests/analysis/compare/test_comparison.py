@@ -1,4 +1,4 @@
-"""Arms side by side, against numpy on the same numbers."""
+"""Arms of a comparison side by side: differences, budgets and costs, against numpy on the same numbers."""
 
 from dataclasses import replace
 
@@ -32,6 +32,7 @@ def summary(arm: str, seed: int, *accuracies: float, cost: float = 1.0, collapse
         )
         for n, accuracy in enumerate(accuracies)
     )
+
     return RunSummary(
         arm=arm,
         seed=seed,
@@ -119,7 +120,6 @@ def test_costs_are_counted_to_an_accuracy_above_every_start() -> None:
 
     flat = compare([falling])
     assert flat.accuracy is None and flat.rows[0].cost is None
-
     titles = [table.title for table in comparison_tables(flat)]
     assert len(titles) == 1 and "costs of an accuracy are not compared" in comparison_tables(flat)[0].note
     assert comparison_charts(flat, [falling])[0].guides == ()

@@ -22,6 +22,7 @@ from research.doctor.cases import CASES
 
 @pytest.fixture(scope="module")
 def config() -> Config:
+    """Settings of a run with 512 problems and two steps an iteration."""
     return small_config("evaluation.problems=512", "batch.mini_batch_size=8")
 
 
@@ -74,7 +75,7 @@ def test_responses_cut_from_the_start_are_a_cause(config: Config) -> None:
     assert grown.group == "length"
 
 
-def test_longer_responses_that_the_reward_pays_for(config: Config) -> None:
+def test_longer_responses_are_a_cause_if_the_reward_pays(config: Config) -> None:
     longer = {"response/tokens": 15.0, "saved/length_reward": 0.9, "eval/policy_accuracy": 0.43}
     [finding] = diagnose(history(longer), [], config).findings
     assert finding.metric == "response/tokens" and "pays for length" in finding.explanation
@@ -96,7 +97,7 @@ def test_models_are_swapped_where_the_dearer_one_is_better(config: Config) -> No
     assert diagnose([line | {"flops/train": 7.0} for line in lines], [], config).findings == ()
 
 
-def test_a_clip_that_never_acts_though_the_policy_moves(config: Config) -> None:
+def test_a_clip_that_never_acts_while_the_policy_moves_is_found(config: Config) -> None:
     far = {"policy/approx_kl_k3": 0.01, "policy/clip_frac": 0.0}
     assert [finding.metric for finding in diagnose(history(far), [], config).findings] == ["policy/clip_frac"]
     assert diagnose(history(far | {"policy/clip_frac": 0.01}), [], config).findings == ()
@@ -142,7 +143,7 @@ def test_saved_rollouts_of_a_sound_run_show_nothing(finished_run: FinishedRuns) 
     assert [first[name] for name in zero] == [0.0] * 4 and first["saved/commonest"] < 0.7
 
 
-LIES = {
+LIES = {  # what makes a metric of saved rollouts bad: their other columns
     "saved/ambiguous_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
     "saved/repeated_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
     "saved/commonest": lambda now: {"response": ["7" for _ in now["response"]]},
@@ -150,7 +151,7 @@ LIES = {
     "saved/right_earn": lambda now: {"reward": [1.0 - reward for reward in now["reward"]]},
     "saved/length_reward": lambda now: {"reward": [float(len(row)) for row in now["token_ids"]]},
 }
-SHOWN = {"saved/repeated_prompts": 0.75, "saved/right_earn": -1.0}
+SHOWN = {"saved/repeated_prompts": 0.75, "saved/right_earn": -1.0}  # what a metric then is, where not 1
 
 
 @pytest.mark.parametrize("name", LIES)

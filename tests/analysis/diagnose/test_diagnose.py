@@ -95,6 +95,7 @@ ALSO = {"eval/rollout_model_accuracy": {"eval/policy_accuracy"}}  # rules that f
 
 @pytest.fixture(scope="module")
 def config() -> Config:
+    """Settings with which most rules apply: 512 problems, two steps an iteration, and groups chosen by rewards."""
     plain = small_config("evaluation.problems=512", "batch.mini_batch_size=8")
     return plain.model_copy(
         update={"batch": plain.batch.model_copy(update={"filter_groups": FilterGroupsConfig(max_num_gen_batches=10)})}
@@ -189,7 +190,6 @@ def test_the_gap_of_two_models_has_the_larger_limit() -> None:
         for model, allowed in (("policy", 0.25), ("rollout_model", 1e-5))
     ]
     lines = history({"mismatch/engine_gap": 1e-2})
-
     evaluated = {f"eval/{model}_engine_gap": gap for model, gap in (("policy", 2e-3), ("rollout_model", 2e-5))}
 
     for settings in (draft, (draft[0], "evaluation.engine={name: transformers, draft: {tokens: 3, lam: 0.7}}")):
@@ -224,9 +224,12 @@ def test_acceptance_and_z_may_differ_by_chance_and_bounds_of_z(config: Config) -
 
     assert findings(acceptance_minus_z=0.0035, acceptance_minus_z_stderr=0.004) == []
     assert findings(acceptance_minus_z=-0.0035, acceptance_minus_z_stderr=0.004) == []
+
     for gap in (0.0037, -0.0037):
         assert findings(acceptance_minus_z=gap, acceptance_minus_z_stderr=0.004) == ["obrs/acceptance_error"]
+
     assert findings(acceptance_minus_z=0.0037, acceptance_minus_z_stderr=0.004, z_bound_width=0.001) == []
+
     chosen = history({"obrs/acceptance_minus_z": 0.5}, since=1)
     assert diagnose(chosen, [], config).verdict == "no finding"  # groups were chosen by their rewards
     assert diagnose(chosen[:5], [], fair).findings == ()  # fewer than 5 iterations
@@ -286,9 +289,8 @@ def test_answers_are_read_first_where_none_was_ever_right(config: Config) -> Non
         "reward/all_wrong",
         "eval/policy_accuracy",
     ]
-    assert (
-        "never had a reward" in diagnosis.summary and "First: read answers (`jackpot sample RUN`)" in diagnosis.summary
-    )
+    assert "never had a reward" in diagnosis.summary
+    assert "First: read answers (`jackpot sample RUN`)" in diagnosis.summary
 
 
 def test_a_fall_right_after_the_start_is_of_the_learning_rate(config: Config) -> None:
@@ -388,9 +390,8 @@ def test_what_the_settings_explain_is_no_finding(setting: str, broken: dict[str,
     assert (diagnosis.verdict, diagnosis.findings) == ("no finding", ())
 
     [explained] = diagnosis.explained.values()
-    assert (
-        named in explained and f"but what the settings explain: {next(iter(diagnosis.explained))}" in diagnosis.summary
-    )
+    assert named in explained
+    assert f"but what the settings explain: {next(iter(diagnosis.explained))}" in diagnosis.summary
 
     without = "objective.correction=is" if "mismatch/ratio_max" in broken else "seed=1"
     assert diagnose(history(broken), [], small_config(without)).findings
@@ -475,6 +476,7 @@ def test_what_to_try_are_settings_that_exist() -> None:
         return set(model.model_fields).union(*(fields(child) for child in model.__subclasses__()))
 
     known = fields(config_base.Strict) | fields(Sampling)
+
     for rule in RULES:
         for path in re.findall(r"[a-z_]+(?:\.[a-z_]\w*)+", rule.suggestion.replace("events.jsonl", "")):
             assert set(path.split(".")) <= known, f"{rule.name}: {path}"
@@ -502,7 +504,7 @@ def folder(finished_run: FinishedRuns, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:
+def test_the_command_finds_nothing_and_changes_no_file(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     result = CliRunner().invoke(cli.app, ["diagnose", str(folder)])
     assert result.exit_code == 0 and "No finding: after 6 iterations" in result.stdout
@@ -510,7 +512,7 @@ def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_is_unhealthy_and_exits_with_1(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     unhealthy = [line | ({"obrs/acceptance": 0.3} if line["iteration"] else {}) for line in lines]
@@ -519,7 +521,6 @@ def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"})
 
     assert result.exit_code == 1
-
     for text in (
         "Unhealthy since iteration 1",
         "Sign: obrs/acceptance is 0.3, below the limit of 0.5",
@@ -537,7 +538,7 @@ def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
     assert finding.items() >= expected.items() and finding["suggestion"]
 
 
-def test_the_command_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_another_folder_is_refused_and_a_new_run_is_too_early(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not a run folder.*give the folder that train printed"):
         CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], catch_exceptions=False)
     (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())

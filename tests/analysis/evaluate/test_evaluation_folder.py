@@ -41,7 +41,7 @@ def evaluation(folder: Path, *changes: dict) -> list[BenchmarkResult]:
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole evaluation; nobody changes it."""
+    """A folder with a whole evaluation, which no test changes."""
     folder = tmp_path_factory.mktemp("whole")
     evaluation(folder)
     return folder
@@ -57,7 +57,6 @@ def test_another_context_is_refused_as_answers_are_cut_elsewhere(finished: Path)
     record = yaml.safe_load((finished / "config.yaml").read_text())
     record["asked"]["engine"] = json.loads(VLLMEngineConfig(max_model_len=512).model_dump_json())
     (finished / "config.yaml").write_text(yaml.safe_dump(record))
-
     engine = {"engine": {"name": "vllm", "max_model_len": 512, "gpu_memory_utilization": 0.3}}
 
     assert evaluation(finished, engine)[0].was_done
@@ -106,6 +105,7 @@ def test_a_cut_answer_may_stand_in_a_closed_box(tmp_path: Path, monkeypatch) -> 
     task = make_sets(config.benchmarks, tokenizer, config)["aime24"]
     ended = {"closed": ("\\boxed{7} so", "length"), "open": ("\\boxed{7", "length"), "line": ("#### 7", "length")}
     ended |= {"given up": ("\\boxed{7} so", "aborted"), "right": ("\\boxed{7}", "stop")}
+
     rollouts = []
     for uid, (text, finish) in ended.items():
         ids, prompt = torch.tensor(tokenizer.encode(text)), task.prompt("test", 0)
@@ -129,7 +129,6 @@ def test_a_cut_answer_may_stand_in_a_closed_box(tmp_path: Path, monkeypatch) -> 
         task.close()
 
     assert responses == [text for text, _ in ended.values()]
-
     score_of = dict(zip(ended, scores, strict=True))
     assert {uid for uid, score in score_of.items() if score.correct} == {"closed", "right"}
     assert score_of["given up"].reward == 0.0 and score_of["right"].reward == 1.5
@@ -229,12 +228,11 @@ def test_lines_with_nonsense_in_them_are_asked_again(evaluated: Path, tmp_path: 
     damaged = [LINE | {name: value} for name, value in DAMAGE.items()]
     lines = [*lacking, *damaged, LINE | {"number": 1}]
     (tmp_path / "arithmetic.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    evaluation(tmp_path)
 
+    evaluation(tmp_path)
     rows, expected = (pq.read_table(folder / "arithmetic.parquet").to_pylist() for folder in (tmp_path, evaluated))
 
     assert rows[2]["response"] == "2#4"  # the whole line was taken
-
     del rows[2], expected[2]
     assert rows == expected
     assert "16 lines cannot be read" in caplog.text
@@ -255,7 +253,8 @@ def test_a_file_of_ones_own_is_a_benchmark_with_its_columns(tmp_path: Path) -> N
     assert (result.benchmark, result.summary.problems, result.table.name) == ("mine", 3, "mine.parquet")
 
     rows = pq.read_table(result.table).to_pylist()
-    assert [(row["uid"], row["prompt"], row["answer"]) for row in rows[::2]] == [
+    first_answers = rows[::2]  # of two to each problem
+    assert [(row["uid"], row["prompt"], row["answer"]) for row in first_answers] == [
         (f"mine/test/{index}", f"{index}+1=", str(index + 1)) for index in range(3)
     ]
     assert evaluation(tmp_path / "eval", named)[0].was_done
@@ -275,7 +274,6 @@ def test_own_is_the_held_out_problems_of_the_run(tmp_path: Path) -> None:
     run(config, tmp_path / "run", kill_after=0)
 
     asked = evaluation_config(str(tmp_path / "run"), [SMALL, {"benchmarks": "own"}])
-
     assert asked.task == config.task
 
     tasks = evaluation_tasks(asked, load_tokenizer("starter:policy"))

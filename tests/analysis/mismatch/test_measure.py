@@ -1,4 +1,4 @@
-"""What two sides say of the same tokens, against enumeration in float64."""
+"""How far two sides' probabilities of the same tokens are apart, against enumeration in float64."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,7 @@ from jackpot.analysis.mismatch.measure import MismatchNumbers, mismatch_numbers
 from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
-VOCABULARY = 12
+VOCABULARY = 12  # tokens
 
 
 def distributions(tokens: int, seed: int, spread: float = 1.5) -> np.ndarray:
@@ -31,6 +31,7 @@ def both(
     rows = np.arange(len(p))
     outside = log_q.copy()
     np.put_along_axis(outside, top, np.inf, axis=1)
+
     by = {
         "uid": "one",
         "sampled": torch.ones(len(p), dtype=torch.bool),
@@ -46,6 +47,7 @@ def both(
         lowest=torch.from_numpy(outside.min(1)),
         entropy=torch.from_numpy(-(q * log_q).sum(1)),
     )
+
     return SamplerScores(**by | changes), reading
 
 
@@ -83,7 +85,6 @@ def test_k1_k3_and_the_mean_ratio_are_unbiased():
     every = np.arange(VOCABULARY)
     mismatch = token_mismatch(*both(p.repeat(VOCABULARY, 0), q.repeat(VOCABULARY, 0), every))
     weight = torch.from_numpy(p[0])
-
     exact = (p * np.log(p / q)).sum()
 
     assert float((weight * -mismatch.log_ratio).sum()) == pytest.approx(exact)
@@ -122,27 +123,28 @@ def test_proportional_tails_reach_the_lower_bounds():
     np.testing.assert_allclose(mismatch.variation[0], 0.5 * np.abs(p - q).sum(1), atol=1e-12)
 
 
+def _fields(by: SamplerScores) -> dict:
+    """Return the scores by name, so that one can be put in another's place."""
+    return {name: getattr(by, name) for name in SamplerScores.__dataclass_fields__}
+
+
 def test_rounding_of_the_samplers_log_probs_is_no_divergence():
     """In float32 a whole distribution sums to 1 up to 1e-7, which sums of p log p/q show."""
     p, _, ids = response(300, seed=7)
     by, reading = both(p, p, ids, log_probs=torch.zeros(300).double())
     rounded = by.top_log_probs.float().double()
-    mismatch = token_mismatch(SamplerScores(**{**_fields(by), "top_log_probs": rounded}), reading)
 
+    mismatch = token_mismatch(SamplerScores(**{**_fields(by), "top_log_probs": rounded}), reading)
     naive = (rounded.exp() * (rounded - reading.top_log_probs)).sum(1)
 
     assert float(naive.abs().max()) > 1e-8 and float(mismatch.kl[0].max()) < 1e-13
 
 
-def _fields(by: SamplerScores) -> dict:
-    return {name: getattr(by, name) for name in SamplerScores.__dataclass_fields__}
-
-
 def test_what_a_tool_wrote_is_not_compared_and_keeps_its_place():
     p, q, ids = response(6, seed=1)
     by, reading = both(p, q, ids, sampled=torch.tensor([True, False, False, True, True, False]))
-    mismatch = token_mismatch(by, reading)
 
+    mismatch = token_mismatch(by, reading)
     all_sampled = token_mismatch(*both(p, q, ids))
 
     assert mismatch.position.tolist() == [0, 3, 4] and mismatch.gap.equal(all_sampled.gap[[0, 3, 4]])
@@ -167,14 +169,11 @@ def test_a_truncated_sampler_is_compared_on_its_support(k):
     by, reading, p, q = truncated(k, top=4)
     mismatch = token_mismatch(by, reading)
     mass = q.sum(1, keepdims=True)
-
     inside = q / mass
 
     np.testing.assert_allclose(mismatch.support, mass[:, 0])
-
     with np.errstate(divide="ignore", invalid="ignore"):
         np.testing.assert_allclose(mismatch.kl[0], np.where(p > 0, p * np.log(p / inside), 0.0).sum(1), atol=1e-12)
-
     np.testing.assert_allclose(mismatch.variation[1], 0.5 * np.abs(p - inside).sum(1), atol=1e-12)
 
     rows, ids = np.arange(30), np.argsort(-p, axis=1)[:, 3]
@@ -214,9 +213,9 @@ def measured(
 def test_all_numbers_are_those_of_the_tokens_put_together():
     responses = [response(length, seed=length, distance=1.0) for length in (1, 3, 5, 17, 40, 80)]
     numbers = measured(responses)
+
     at = [(p[range(len(ids)), ids], q[range(len(ids)), ids]) for p, q, ids in responses]
     gaps = [np.abs(p - q) for p, q in at]
-
     ratio = np.concatenate([q / p for p, q in at])
 
     assert (numbers.responses, numbers.tokens) == (6, 146)
@@ -249,9 +248,8 @@ def test_bands_share_the_tokens_by_position_entropy_and_length():
 
     assert [band.name for band in numbers.bands["position"]] == ["0", "1-3", "4-15", "16-63", "64-255"]
 
-    for band, (start, end) in zip(
-        numbers.bands["position"], [(0, 1), (1, 4), (4, 16), (16, 64), (64, 256)], strict=True
-    ):
+    spans = [(0, 1), (1, 4), (4, 16), (16, 64), (64, 256)]
+    for band, (start, end) in zip(numbers.bands["position"], spans, strict=True):
         here = np.concatenate([row[start:end] for row in gaps])
         assert band.tokens == len(here) and band.gap.value == pytest.approx(here.mean())
         assert band.max_gap == pytest.approx(here.max())
@@ -259,7 +257,6 @@ def test_bands_share_the_tokens_by_position_entropy_and_length():
     entropy = np.concatenate([-(q * np.log(q)).sum(1) for _, q, _ in responses])
     every = np.concatenate(gaps)
     edges = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf)
-
     filled = [(a, b) for a, b in pairwise(edges) if ((entropy >= a) & (entropy < b)).any()]
 
     assert len(filled) == len(numbers.bands["entropy"]) > 1
@@ -307,7 +304,6 @@ def test_most_probable_tokens_are_compared_where_sampled():
     p, q, ids = response(40, seed=3)
     sampled = torch.arange(40) % 3 > 0
     by, reading = both(p, q, ids, k=2, sampled=sampled)
-
     differs = p.argmax(1) != q.argmax(1)
 
     assert differs[~sampled.numpy()].any() and differs[sampled.numpy()].any()
@@ -331,8 +327,8 @@ def test_a_certain_token_falls_into_the_lowest_band():
         support=None,
         entropy=-1e-17 * certain,
     )
-    numbers = mismatch_numbers([("one", tokens)])
 
+    numbers = mismatch_numbers([("one", tokens)])
     [band] = numbers.bands["entropy"]
 
     assert band.name == "0-0.01" and band.kl is None and not numbers.kl_is_exact

@@ -139,9 +139,9 @@ def test_a_learner_computes_what_an_engine_like_it_scores(settings):
 def test_two_wide_heads_are_nearer_than_narrow_ones():
     narrow, wide = {"dtype": "bf16"}, {"dtype": "bf16", "head_dtype": "fp32"}
     cast = {"autocast": "bf16"}
+
     pairs = apart(cast, cast | {"head_dtype": "fp32"}, samplers=(narrow, wide), reread=True, responses=8)
     of = {pair.name: pair.numbers.gap.value for pair in pairs}
-
     both = of.pop("transformers bf16 head fp32 | transformers fp32 head fp32 autocast bf16")
 
     assert len(of) == 3 and 0.0 < both < min(of.values())
@@ -325,8 +325,8 @@ def test_a_runs_engine_writes_and_its_policy_reads(finished_run: FinishedRuns, t
     heads = ("head_dtype=fp32", "engine.head_dtype=fp32")
     written = small_config("sampling.temperature=0.9", *heads, "engine.dtype=bf16", "precision=bf16")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(written.model_dump_json())))
-    config = mismatch_config(str(tmp_path), [], [[{"dtype": "fp32"}]], [])
 
+    config = mismatch_config(str(tmp_path), [], [[{"dtype": "fp32"}]], [])
     [sampler], [learner] = config.samplers, config.learners
 
     assert (Path(sampler.path).name, Path(learner.path).name) == ("rollout_model", "policy")

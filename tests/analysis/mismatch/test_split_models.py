@@ -40,14 +40,17 @@ def _numbers(model: PreTrainedModel) -> dict[str, Any]:
         results[f"read {split}"] = read(model, ids, split)
     results["decode keys"] = decode(model, ids, PROMPT, "keys")
     results["read after"] = read(model, ids, None)
+
     split_model = copy.deepcopy(model)
     split_tensors(split_model)
+
     sizes = {
         name: weight.to_local().numel()
         for name, weight in split_model.named_parameters()
         if hasattr(weight, "to_local")
     }
     sizes |= {name: weight.numel() for name, weight in split_model.named_parameters() if "experts" in name}
+
     results |= {
         "read tensor": read(split_model, ids, "tensor"),
         "decode tensor": decode(split_model, ids, PROMPT, "tensor"),
@@ -73,7 +76,6 @@ def test_ranks_compute_what_one_process_does_up_to_rounding(name: str, models, s
     model, ids = models[name], tokens()
     each = [of_rank[name] for of_rank in split]
     alone = {"read": read(model, ids, None), "decode": decode(model, ids, PROMPT, None)}
-
     with torch.no_grad():
         exact = model(ids).logits[:, :-1].double().log_softmax(-1)
 

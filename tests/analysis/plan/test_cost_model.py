@@ -33,11 +33,12 @@ from jackpot.analysis.plan.cost_model import (
 from jackpot.models.cost import forward_cost, head_cost
 from jackpot.models.forward import backbone, checkpoint_activations
 
-GPU = Gpu(bf16=1000.0, fp32=100.0, bandwidth=50.0, memory=1e6)
+GPU = Gpu(bf16=1000.0, fp32=100.0, bandwidth=50.0, memory=1e6)  # FLOPs/s, bytes/s, bytes
 FIXED = Lengths(prompt=3, mean=5, limit=5)  # every response is 5 tokens
 MODEL = ModelCost(parameters=100, trained=100, body=10, head=4, pair=2, cache=6, layers=3)
 BODY = 10 * 8 + 2 * 8 * 8 / 2  # FLOPs of one sequence of FIXED: 8 tokens, half of all pairs
 HEAD = 4 * 5
+WORK = Work(sequences=8, steps=4, epochs=2, micro_batches=9, generated=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
 
 
 def writing(**settings: object) -> EngineSpeed:
@@ -59,13 +60,11 @@ def test_lengths_have_the_moments_of_a_cut_exponential(mean: float, limit: int) 
     scale = lengths.scale
     width = min(limit, 40 * scale) / 40_000
     times = [width * (step + 0.5) for step in range(40_000)]
-
     shares = [math.exp(-time / scale) for time in times]  # the share that is longer
 
     assert sum(shares) * width == pytest.approx(mean, rel=1e-4)
-    assert sum(2 * time * share for time, share in zip(times, shares, strict=True)) * width == pytest.approx(
-        lengths.square, rel=1e-4
-    )
+    square = sum(2 * time * share for time, share in zip(times, shares, strict=True)) * width
+    assert square == pytest.approx(lengths.square, rel=1e-4)
 
 
 def test_the_longest_of_some_responses() -> None:
@@ -113,10 +112,11 @@ def test_the_passes_are_those_that_torch_counts(checkpoints: bool, passes: int) 
     model, tokens = LlamaForCausalLM(config).eval(), 13
     if checkpoints:
         checkpoint_activations(model)
+
     with FlopCounterMode(display=False) as counter:
         backbone(model)(torch.arange(tokens)[None], use_cache=False).last_hidden_state.sum().backward()
-    forward = forward_cost(model)
 
+    forward = forward_cost(model)
     body = forward.per_token - head_cost(model)
 
     assert head_cost(model) == 2 * 24 * 50
@@ -129,7 +129,6 @@ def test_decoding_reads_weights_and_cache_at_every_step() -> None:
     slow = GPU._replace(bf16=1e12)
     pairs = 3 * 5 + 5 * 5 / 2
     moved = 2 * (5 * 100 + 4 * pairs * 6)
-
     seconds = moved / (50 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS
 
     assert writing(peak=slow.bf16).seconds(4, FIXED, slow) == pytest.approx(seconds, rel=1e-6)
@@ -178,9 +177,6 @@ def test_an_engine_holds_what_its_batch_and_its_cache_allow() -> None:
     assert writing(cache_bytes=1.0).concurrent(4, FIXED) == 1
 
 
-WORK = Work(sequences=8, steps=4, epochs=2, micro_batches=9, generated=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
-
-
 def test_an_iteration_is_writing_training_and_sending() -> None:
     hours = run_hours(WORK, writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
     # Twice over 8 sequences; the anchors' forward pass once.
@@ -220,6 +216,7 @@ def llama(parameters: float, hidden: int, layers: int) -> ModelCost:
     """Of Llama 2, with its vocabulary of 32,000; attention as in models/cost.py."""
     head = 32_000 * hidden
     body = 2 * int(parameters - 2 * head)
+
     return ModelCost(
         parameters=int(parameters),
         trained=int(parameters),
@@ -272,7 +269,7 @@ DRAFT = ModelCost(parameters=20, trained=20, body=3, head=1, pair=1, cache=2, la
 def test_a_pass_over_drafts_costs_more_and_gives_more_tokens(bandwidth: float) -> None:
     gpu = GPU._replace(bandwidth=bandwidth)
     drafts = Drafts(DRAFT, tokens=2, acceptance=0.5)
-    tokens_of_pass = 1 + 0.5 + 0.25  # tokens of a pass
+    tokens_of_pass = 1 + 0.5 + 0.25  # its own token, and the drafts that are accepted
     pairs = 5 * 3 + 5 * 5 / 2  # of a response token and one before it, of one sequence
     passes = 5 / tokens_of_pass  # all four sequences at once
     moved = passes * (100 + 2 * 20) + 4 * pairs * (6 + 2 * 2) / tokens_of_pass
@@ -280,7 +277,6 @@ def test_a_pass_over_drafts_costs_more_and_gives_more_tokens(bandwidth: float) -
     prefill = 4 * ((10 + 3) * 3 + (2 + 1) * 9 / 2 + 4 + 1)
     speed = GPU.bf16 * GENERATION_SHARE
     decoding = max(flops / speed, moved * 2 / (bandwidth * BANDWIDTH_SHARE))
-
     expected = decoding + passes * STEP_SECONDS + prefill / speed  # scheduled once
 
     assert writing(drafts=drafts).seconds(4, FIXED, gpu) == pytest.approx(expected)

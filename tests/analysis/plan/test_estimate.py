@@ -55,6 +55,7 @@ AWAKE = [  # settings with which the policy's engine verifies drafts
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is fetched from the hub, nor found in its cache."""
     without_hub(monkeypatch, tmp_path)
     monkeypatch.delenv("JACKPOT_DATA", raising=False)
 
@@ -75,6 +76,12 @@ def timed(recipe: str, arm: str | None, *overrides: str) -> MachineEstimate:
         return planned.__wrapped__(recipe, arm, *overrides).stated
 
 
+def planner(recipe: str, arm: str | None, *overrides: str) -> Estimator:
+    """Make what plans the hours of an arm, with the shapes of its real models."""
+    config = resolve(recipe, arm, list(overrides))
+    return Estimator(config, model_sizes(config), prompt_lengths(config))
+
+
 TRACED: dict[str, int | None] = {}  # what a step takes, by what that depends on: most arms differ in nothing of it
 
 
@@ -93,6 +100,7 @@ def trace_once(config: Config, shape: MicroBatchShape) -> int | None:
 
 @pytest.fixture
 def _trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of several arms trace a step once where it takes the same memory."""
     monkeypatch.setattr(planned_memory, "dry_step", trace_once)
 
 
@@ -168,8 +176,7 @@ def test_on_policy_most_of_the_time_is_rollouts() -> None:
 @pytest.mark.parametrize(("every", "times"), [(5, 3), (4, 4), (7, 3), (50, 2)])
 def test_a_run_is_evaluated_before_it_when_due_and_at_its_end(every: int, times: int) -> None:
     def hours(*overrides: str) -> float:
-        config = resolve("joint_8b", None, list(overrides))
-        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        plan = planner("joint_8b", None, *overrides)
         return plan.evaluating(plan.shares(GPUS["H100"], 8))
 
     once_more = hours("iterations=1", "evaluation.every=1")  # two of them
@@ -179,8 +186,7 @@ def test_a_run_is_evaluated_before_it_when_due_and_at_its_end(every: int, times:
 def test_evaluations_are_drafted_where_rollouts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def hours(acceptance: float, *overrides: str) -> float:
         monkeypatch.setattr(estimating, "ACCEPTANCE", acceptance)
-        config = resolve("joint_8b", None, ["rollout_model.share=0.0", *overrides])
-        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        plan = planner("joint_8b", None, "rollout_model.share=0.0", *overrides)
         return plan.evaluating(plan.shares(GPUS["H100"], 8))
 
     assert hours(0.9, *AWAKE) < hours(0.5, *AWAKE) and hours(0.9) == hours(0.5)
@@ -210,10 +216,10 @@ def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
 
 
 def test_hours_by_share_meet_at_the_ends() -> None:
-    config = resolve("joint_8b", None, [])
-    shares = Estimator(config, model_sizes(config), prompt_lengths(config)).shares(GPUS["H100"], 8)
+    shares = planner("joint_8b", None).shares(GPUS["H100"], 8)
     small, quarter = shares.at(1.0), shares.at(0.25)
     alone = shares.run(shares.work, shares.policy, [shares.costs["policy"]])
+
     assert small.generation < alone.generation < quarter.generation  # two tails, one after the other
     assert small.training == quarter.training > alone.training  # of one model
     assert quarter.sending == pytest.approx(small.sending + alone.sending)
@@ -223,51 +229,47 @@ def test_hours_by_share_meet_at_the_ends() -> None:
 
 
 def test_a_policy_ahead_waits_for_what_training_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    def planner(*overrides: str) -> Estimator:
-        config = resolve("joint_8b", None, list(overrides))
-        return Estimator(config, model_sizes(config), prompt_lengths(config))
-
-    plan, gpu = planner(), GPUS["H100"]
+    plan, gpu = planner("joint_8b", None), GPUS["H100"]
     ahead = plan.ahead(gpu, 8, 1.5)
     assert ahead is not None and ahead.evaluating == 1.5
+
     monkeypatch.setattr(estimating, "HEAD_ACCEPTANCE", 0.0)  # so that drafts never pay
     alone = plan.ahead(gpu, 8, 1.5)
     assert alone is not None and ahead.all < alone.all
 
-    policy_alone = planner("rollout_model=null", "engine.gpu_memory_utilization=0.9")
+    policy_alone = planner("joint_8b", None, "rollout_model=null", "engine.gpu_memory_utilization=0.9")
     splits = []
     for training in range(2, 8):  # 131 GB of weights, gradients and moments need two GPUs
-        shares, learned = (
-            policy_alone.shares(gpu, 8 - training),
-            policy_alone.run_hours(policy_alone.shares(gpu, training)).training,
-        )
+        shares = policy_alone.shares(gpu, 8 - training)
+        learned = policy_alone.run_hours(policy_alone.shares(gpu, training)).training
         four = policy_alone.run_hours(replace(shares, work=replace(shares.work, sequences=4 * shares.work.sequences)))
         splits.append(max(four.generation / 4, learned) + four.sending)
+
     assert alone.iterations == pytest.approx(min(splits))
     assert plan.ahead(gpu, 2, 0.0) is None  # one GPU does not hold the learner
 
 
 def test_a_rollout_model_without_a_share_is_planned_untrained() -> None:
     def planned_hours(*overrides: str) -> Hours:
-        config = resolve("joint_8b", None, ["iterations=10", *overrides])
-        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        plan = planner("joint_8b", None, "iterations=10", *overrides)
         return plan.run_hours(plan.shares(GPUS["H100"], 8))
 
     small, none = planned_hours(), planned_hours("rollout_model.share=0.0")
     step = planned_hours("rollout_model.share={schedule: step, hold: 5}")
     alone = planned_hours("rollout_model=null")
+
     assert none.training == pytest.approx(alone.training) and none.training < small.training
     assert alone.generation < none.generation  # which has the engine of the rollout model beside it
     assert step.generation == pytest.approx((small.generation + none.generation) / 2)
     assert step.training == pytest.approx((small.training + alone.training) / 2)
+
     drafts = planned_hours("rollout_model.share={schedule: step, hold: 5}", *AWAKE)
     assert drafts.training == pytest.approx(small.training)  # it drafts to the end
 
 
 def flop_shares(recipe: str, arm: str | None, *overrides: str) -> FlopShares:
     """Return the FLOPs of an arm, as shares of those with the policy alone."""
-    config = resolve(recipe, arm, list(overrides))
-    return Estimator(config, model_sizes(config), prompt_lengths(config)).flop_shares()
+    return planner(recipe, arm, *overrides).flop_shares()
 
 
 def test_a_run_costs_all_flops_and_not_only_those_of_rollouts() -> None:
@@ -275,6 +277,7 @@ def test_a_run_costs_all_flops_and_not_only_those_of_rollouts() -> None:
 
     small = flop_shares("joint_8b", None)  # Qwen3-1.7B and 8B: 1.72e9 and 7.57e9 weights without embeddings
     assert small.rollouts == pytest.approx(1.72 / 7.57, abs=0.02)
+
     without = flop_shares("joint_8b", None, "evaluation={every: 1000000, problems: 1, benchmarks: [], k: 1}")
     forward, policy = small.rollouts, 5.0  # training with checkpoints costs 4 passes over the body and 5 over the head
     assert 1.0 < without.all < (forward + policy * (1 + forward)) / (1 + 4)
@@ -283,6 +286,7 @@ def test_a_run_costs_all_flops_and_not_only_those_of_rollouts() -> None:
     halves = flop_shares("joint_8b", None, "rollout_model.share=0.5")
     assert halves.rollouts == pytest.approx((1 + small.rollouts) / 2)
     assert halves.all > small.all
+
     drafted = flop_shares("joint_8b", None, "rollout_model.share=0.0", *AWAKE)
     assert drafted.rollouts > 1.0  # every draft is read by both models
 

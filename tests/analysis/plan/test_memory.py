@@ -67,7 +67,8 @@ def test_weights_gradients_and_moments_are_counted_by_parameters(without_trainin
     alone = plan(arm="on_policy")
     assert (alone.weights, alone.engines) == (4 * policy, 4 * policy)
 
-    weights, others = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2048 + 64 + 2 * (2 * 64 + 2 * 32)  # of the writer
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)  # of the writer's linear layers
+    others = 2048 + 64 + 2 * (2 * 64 + 2 * 32)
     channels = 2 * (2 * 64 + 2 * 32 + 2 * 160 + 64)  # a scale each
     quantized = plan("engine.quantization=int8_w8a8", "evaluation.engine=transformers")
 
@@ -85,7 +86,7 @@ def test_weights_gradients_and_moments_are_counted_by_parameters(without_trainin
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:
-    known = {name: 2**index for index, name in enumerate(MemoryPlan.__slots__)}
+    known = {name: 2**index for index, name in enumerate(MemoryPlan.__slots__)}  # no two sums are equal
     lasting = sum(known[name] for name in ("weights", "engines", "optimizer", "copies"))
     memory = MemoryPlan(**known)
 
@@ -136,9 +137,12 @@ def test_a_critic_is_planned_too(paths: tuple[str, str], plan) -> None:
 
 
 def test_an_engine_takes_its_cache_its_tokens_and_a_step(without_training) -> None:
-    rows, length, written, vocabulary = 16, 6 + 24, 24 * (2 + 2 * 20) * 4, 3 * 4 * 32
+    rows, length = 16, 6 + 24
+    written, vocabulary = 24 * (2 + 2 * 20) * 4, 3 * 4 * 32
     policy = 2 * 3 * 2 * 32 * length * 4  # of the starter: layers, key heads, their size
+
     assert without_training("evaluation.problems=16").generation == rows * (policy + written + vocabulary)
+
     several = without_training("evaluation.problems=16", "evaluation.k=3").generation
     assert several == 3 * rows * (policy + written + vocabulary)
 
@@ -164,18 +168,24 @@ def test_a_longer_output_layer_is_cut_in_the_plan_too(paths: tuple[str, str], pl
     config = LlamaConfig.from_pretrained(paths[0].partition("=")[2])
     config.vocab_size = V + 16
     config.save_pretrained(tmp_path)
-    longer, output_layer = planned(*paths, f"policy.path={tmp_path}"), 4 * 64 * (V + 16)
+    output_layer = 4 * 64 * (V + 16)
 
+    longer = planned(*paths, f"policy.path={tmp_path}")
     added = longer.gradients + longer.training - plan().gradients - plan().training
 
     assert 0 <= added <= 2 * output_layer, "backward makes a gradient of all rows of one of those that are read"
 
 
 def test_the_weights_that_an_adapter_changes_are_made_to_be_sent(without_training) -> None:
-    width, queries, keys, inner, layers = 96, 4 * 32, 2 * 32, 192, 3  # of the starter
+    # of the starter
+    layers = 3
+    width, inner = 96, 192
+    queries, keys = 4 * 32, 2 * 32
     changed = 4 * layers * (2 * width * queries + 2 * width * keys + 3 * width * inner)
     few = ("batch.prompts=1", "batch.group_size=2", "evaluation.problems=1")
+
     memory = without_training("policy.lora.rank=8", "policy.lora.target_modules=all-linear", *few)
+
     assert memory.generation == changed > without_training(*few).generation
 
 

@@ -1,4 +1,4 @@
-"""The share of one GPU of several. Expectations: sums by hand, and shapes as the models' own reports name them."""
+"""What one GPU of several holds of a run. Expectations: sums by hand, shapes as the models' own reports name them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,7 @@ def need(settings: EngineConfig, weights: float = 16 * GB) -> EngineNeeds:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is fetched from the hub, nor found in its cache."""
     without_hub(monkeypatch, tmp_path)
 
 
@@ -51,6 +52,7 @@ def test_weights_are_divided_and_activations_are_not() -> None:
     offloaded = shard(MEMORY, BLOCKS, {}, GPU, 4, offloads=True)
     assert offloaded == replace(four, weights=0.0, optimizer=0.0, gradients=0.0)
     assert shard(MEMORY, BLOCKS, {}, GPU, 1, offloads=True) == alone  # nothing is sharded
+
     # Two layers and all heads in float32, and the gradient of the larger of the two; alone, copies in bf16.
     assert (four.gathered, alone.gathered) == (4 * (2 * 1_000 + 3_000 + 200) + 4 * 3_000, 2 * 500)
 
@@ -153,9 +155,8 @@ def test_a_run_has_the_engines_that_the_launcher_makes() -> None:
     plain = engine_needs(small_config("rollout_model.share=0.0", "engine=vllm"), 6)
     for attribute in ("weights", "token"):  # one vLLM holds the policy and the model that drafts for it
         both = sum(getattr(engine, attribute) for engine in plain.values())
-        assert (
-            getattr(drafted["evaluation.engine"], attribute) == both != getattr(plain["evaluation.engine"], attribute)
-        )
+        assert getattr(drafted["evaluation.engine"], attribute) == both
+        assert both != getattr(plain["evaluation.engine"], attribute)
 
     other = engine_needs(small_config("evaluation.engine=transformers", arm="on_policy"), 6)
     assert {name: engine.role for name, engine in other.items()} == {"engine": "policy", "evaluation.engine": "policy"}

@@ -34,6 +34,7 @@ ON_GPUS = [name for name, gpus in STATED.items() if gpus]
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is fetched from the hub, nor found in its cache."""
     without_hub(monkeypatch, tmp_path)
 
 

@@ -24,6 +24,7 @@ from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.math import Math
 
+# Settings that `--tiny` may change; the rest of a recipe stays.
 MAY_CHANGE = {
     "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
     "objective.overlong_buffer.len",
@@ -40,6 +41,7 @@ MAY_CHANGE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_data() -> Iterator[None]:
+    """No folder has problems of benchmarks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(DATA_FOLDER, raising=False)
         yield
@@ -67,6 +69,7 @@ def user_config(**settings: object) -> Config:
         "batch": {"prompts": 64, "group_size": 8},
         "engine": "vllm",
     }
+
     changes = [{key: value} for key, value in settings.items()]
     return build_config(recipe, None, changes)
 
@@ -76,33 +79,39 @@ def user_config(**settings: object) -> Config:
 ENGINES = ("engine.", "evaluation.engine.")  # another engine has other settings
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_of_every_arm_only_the_size_changes(recipe: str) -> None:
-    for arm in load_recipe(recipe)["arms"]:
-        assert_only_the_size_changes(resolve(recipe, arm, []))
-
-
 def assert_only_the_size_changes(config: Config) -> None:
+    """Compare a recipe's config with what `--tiny` makes of it, setting by setting."""
     result = small(config)
     before, after = flat(config.model_dump()), flat(result.model_dump())
     changed = {key for key in before if before[key] != after.get(key) and not key.startswith(ENGINES)}
-    assert (
-        changed <= MAY_CHANGE and {key for key in after.keys() - before.keys() if not key.startswith(ENGINES)} == set()
-    )
+    added = {key for key in after.keys() - before.keys() if not key.startswith(ENGINES)}
+    assert changed <= MAY_CHANGE
+    assert added == set()
+
     kernels = ("engine.attn_implementation", "engine.quantization", "engine.kv_cache_dtype")
     assert all(after[key] == before[key] for key in kernels if key in before)
+
     assert result.batch.steps_per_iteration == config.batch.steps_per_iteration
     assert result.batch.rollouts <= max(32, 2 * config.batch.steps_per_iteration)
     assert min(config.batch.group_size, 2) <= result.batch.group_size <= 4
+
     longest = min(config.sampling.max_new_tokens, 32)
     assert result.iterations == 2 and result.sampling.max_new_tokens == longest
+
     assert result.engine.name == "transformers" and result.engine.dtype == config.engine.dtype
     assert (result.evaluation.engine is None) == (config.evaluation.engine is None)
     assert result.evaluation.engine is None or result.evaluation.engine.name == "transformers"
     assert result.evaluation.problems <= 4 and min(config.evaluation.k, 2) == result.evaluation.k
+
     if config.task.name == "math":
         assert result.task.test.source.startswith("folder/data/test/")
         assert result.batch.micro_batch_tokens < 600 < config.batch.micro_batch_tokens
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_of_every_arm_only_the_size_changes(recipe: str) -> None:
+    for arm in load_recipe(recipe)["arms"]:
+        assert_only_the_size_changes(resolve(recipe, arm, []))
 
 
 @pytest.mark.parametrize(
@@ -216,8 +225,8 @@ def large_model(folder: Path, words: int | None) -> str:
 def test_all_models_take_the_policys_tokenizer_or_bytes(words: int | None, others: int | None, tmp_path: Path) -> None:
     policy, rollout_model = large_model(tmp_path / "a", words), large_model(tmp_path / "b", others)
     config = user_config(policy={"path": policy}, rollout_model={"path": rollout_model, "optimizer": None})
-    made = make_tiny(config, tmp_path / "tiny")
 
+    made = make_tiny(config, tmp_path / "tiny")
     tokenizers = [load_tokenizer(model.path) for model in (made.config.policy, made.config.rollout_model)]
 
     check_same_tokenizer(*tokenizers)
@@ -261,8 +270,8 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, TinyR
 def test_a_recipe_runs_without_hub_or_data(joint) -> None:
     folder, _, made, lines = joint
     _, line = lines
-    learned(line)
 
+    learned(line)
     assert line["mismatch/kl_rollout_policy"] > 0.01 and 0.3 < line["obrs/acceptance"] < 0.99
     assert math.isfinite(line["eval/gsm8k/mean_at_k"])
     assert len((folder / "eval" / "iteration-000001-gsm8k.jsonl").read_text().splitlines()) == 4 * 2
@@ -279,6 +288,7 @@ def test_small_models_have_the_architecture_and_train_whole(joint) -> None:
         AutoModelForCausalLM.from_pretrained(path) for path in (made.config.policy.path, made.config.rollout_model.path)
     )
     like = load_config(config.policy.path)
+
     assert before.config.model_type == small_one.config.model_type == like.model_type
     assert before.config.tie_word_embeddings == like.tie_word_embeddings
     assert small_one.num_parameters() < before.num_parameters() / 2
@@ -286,11 +296,12 @@ def test_small_models_have_the_architecture_and_train_whole(joint) -> None:
     after = weights(folder, "policy")
     moved = [not torch.equal(after[name], value) for name, value in before.state_dict().items() if name in after]
     assert len(moved) == len(after) and all(moved)
+
     saved = load_tokenizer(folder / "checkpoints" / "last" / "policy")
     assert saved.eos_token_id == own_tokenizer(BYTES).eos_token_id and len(saved) > len(own_tokenizer(BYTES))
 
 
-def test_what_is_told_is_what_differs(joint) -> None:
+def test_the_changes_told_are_the_settings_that_differ(joint) -> None:
     _, config, made, _ = joint
     shown = {key: (old, new) for key, old, new in made.changes}
 
@@ -350,9 +361,9 @@ def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"q": f"what is {index}?", "a": index + 0.0, "when": "now"} for index in range(9)]))
     data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}}
     config = user_config(task={"train": data, "test": data}, evaluation={"benchmarks": [str(path)]})
+
     made = make_tiny(config, tmp_path / "tiny")
     files = ("train/mine.jsonl", "test/mine.jsonl", "benchmarks/mine.jsonl")
-
     first, *others = (rows_of(made, file) for file in files)
 
     assert all(rows == first for rows in others)
@@ -367,8 +378,8 @@ def test_what_is_not_here_is_made_up_in_columns_of_its_own(source: str, tmp_path
     columns = {"problem": "{a.b} {c}", "answer": "reward_model.ground_truth", "options": ["x", "y"], "uid": "key"}
     train = {"source": source, "columns": columns, "answers": {"regex": "is (.*)"}}
     parts = {"subset": "all", "split": "part"}  # of the hub; a file has neither
-    made = make_tiny(user_config(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny")
 
+    made = make_tiny(user_config(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny")
     settings = made.config.task.train
 
     assert (settings.columns, settings.answers, settings.subset) == (ColumnsConfig(), None, None)
@@ -392,9 +403,9 @@ def test_each_source_gets_a_file_and_long_texts_are_cut(tmp_path: Path) -> None:
         {"source": str(tmp_path / "other" / "train.json"), "columns": {"problem": "{Body} {Question}"}, "weight": 2.0},
         "gsm8k",
     ]
+
     made = make_tiny(user_config(task={"train": train, "test": "gsm8k"}), tmp_path / "tiny")
     task = Math(own_tokenizer(BYTES), made.config.task)
-
     room = made.config.batch.micro_batch_tokens - made.config.sampling.max_new_tokens
 
     assert all(len(task.prompt("train", index).token_ids) <= room for index in range(12))
