@@ -361,7 +361,6 @@ def test_areals_packed_responses_are_taken_apart(areal):
     ).weights
     ratio, advantages = (responses["new"] - responses["old"]).exp(), responses["advantages"]
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.28) * advantages)
-
     loss = torch.minimum(loss, 3.0 * advantages.abs())
 
     torch.testing.assert_close(ours, (weights * loss)[responses["mask"]].sum() / responses["mask"].sum(), **CLOSE)

@@ -31,9 +31,8 @@ pytestmark = pytest.mark.trl
 
 OUT = object()  # of an argument: leave it out
 GROUP = re.compile(r"\\\d")
-Arguments = Mapping[
-    str, Any
-]  # arguments of a trainer and of its GRPOConfig; what is called is called, with the adapters
+# of a trainer and of its GRPOConfig; a value that can be called is made by calling it with the adapters
+Arguments = Mapping[str, Any]
 
 
 def literal(text: str) -> Any:

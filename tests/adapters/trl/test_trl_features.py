@@ -64,7 +64,7 @@ def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
         plain = before(ids, attention_mask=seen).logits[:, -width - 1 : -1].log_softmax(-1)
     mask = batch["completion_mask"].bool()
 
-    our_log_probs = trainer._read(batch, True).old_log_probs
+    our_log_probs = trainer._read(batch, with_z=True).old_log_probs
 
     torch.testing.assert_close(our_log_probs[mask], trl_log_probs[mask], atol=1e-5, rtol=1e-5)
 

@@ -121,7 +121,6 @@ def test_the_trainer_with_transfer_queue_has_the_same_weights(steps):
 def test_other_corrections_ask_for_no_z(run):
     step = run("jackpot:tis")["padded"]
     batch, mask = step["batch"], step["batch"]["response_mask"].bool()
-
     assert not [name for name in batch if name.startswith("jackpot_z_")]
     ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp().clamp(max=3.0)
     torch.testing.assert_close(batch["rollout_is_weights"][mask], ratio[mask])

@@ -98,7 +98,7 @@ def test_a_reading_is_the_models_own_softmax_at_every_token(monkeypatch):
 def test_a_learner_reads_what_training_scores(autocast):
     model = smallest_model(1)
     items = write(model)
-    learner = make_learner(model, None, autocast=autocast)
+    learner = make_learner(model, rollout_model=None, autocast=autocast)
     [batch] = batches(items)[0]
     scores = {uid: rows[:, 0] for uid, rows in learner.score("policy", [batch], Sampling()).items()}
     rollouts = [item.rollout for item in items]

@@ -39,7 +39,7 @@ def _numbers(model: PreTrainedModel) -> dict[str, Any]:
     for split in ("heads", "keys"):
         results[f"read {split}"] = read(model, ids, split)
     results["decode keys"] = decode(model, ids, PROMPT, "keys")
-    results["read after"] = read(model, ids, None)
+    results["read after"] = read(model, ids, split=None)
 
     split_model = copy.deepcopy(model)
     split_tensors(split_model)
@@ -75,7 +75,7 @@ def split(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
 def test_ranks_compute_what_one_process_does_up_to_rounding(name: str, models, split) -> None:
     model, ids = models[name], tokens()
     each = [of_rank[name] for of_rank in split]
-    alone = {"read": read(model, ids, None), "decode": decode(model, ids, PROMPT, None)}
+    alone = {"read": read(model, ids, split=None), "decode": decode(model, ids, PROMPT, split=None)}
     with torch.no_grad():
         exact = model(ids).logits[:, :-1].double().log_softmax(-1)
 
@@ -96,7 +96,7 @@ def test_two_sides_are_compared_on_the_tokens_that_exist() -> None:
     model, ids = make_model("qwen3_moe", **SIZES).eval(), tokens()
     exists = torch.ones(3, 12 - PROMPT, dtype=torch.bool)
     exists[0, 3:] = False
-    plain = read(model, ids, None)
+    plain = read(model, ids, split=None)
 
     same = compare(plain, plain, ids, PROMPT, exists)
 

@@ -76,7 +76,7 @@ def timed(recipe: str, arm: str | None, *overrides: str) -> MachineEstimate:
         return planned.__wrapped__(recipe, arm, *overrides).stated
 
 
-def planner(recipe: str, arm: str | None, *overrides: str) -> Estimator:
+def planner(recipe: str, *overrides: str, arm: str | None = None) -> Estimator:
     """Make what plans the hours of an arm, with the shapes of its real models."""
     config = resolve(recipe, arm, list(overrides))
     return Estimator(config, model_sizes(config), prompt_lengths(config))
@@ -158,7 +158,7 @@ def test_more_than_the_gpus_hold_is_seen() -> None:
     """The joint run without an engine that sleeps, as the recipe once was."""
     machine = planned(
         "joint_8b",
-        None,
+        None,  # the recipe alone, without an arm
         *("engine.enable_sleep_mode=false", "evaluation.engine.enable_sleep_mode=false"),
         "evaluation.engine.gpu_memory_utilization=0.4",
     ).stated
@@ -176,7 +176,7 @@ def test_on_policy_most_of_the_time_is_rollouts() -> None:
 @pytest.mark.parametrize(("every", "times"), [(5, 3), (4, 4), (7, 3), (50, 2)])
 def test_a_run_is_evaluated_before_it_when_due_and_at_its_end(every: int, times: int) -> None:
     def hours(*overrides: str) -> float:
-        plan = planner("joint_8b", None, *overrides)
+        plan = planner("joint_8b", *overrides)
         return plan.evaluating(plan.shares(GPUS["H100"], 8))
 
     once_more = hours("iterations=1", "evaluation.every=1")  # two of them
@@ -186,7 +186,7 @@ def test_a_run_is_evaluated_before_it_when_due_and_at_its_end(every: int, times:
 def test_evaluations_are_drafted_where_rollouts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def hours(acceptance: float, *overrides: str) -> float:
         monkeypatch.setattr(estimating, "ACCEPTANCE", acceptance)
-        plan = planner("joint_8b", None, "rollout_model.share=0.0", *overrides)
+        plan = planner("joint_8b", "rollout_model.share=0.0", *overrides)
         return plan.evaluating(plan.shares(GPUS["H100"], 8))
 
     assert hours(0.9, *AWAKE) < hours(0.5, *AWAKE) and hours(0.9) == hours(0.5)
@@ -216,7 +216,7 @@ def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
 
 
 def test_hours_by_share_meet_at_the_ends() -> None:
-    shares = planner("joint_8b", None).shares(GPUS["H100"], 8)
+    shares = planner("joint_8b").shares(GPUS["H100"], 8)
     small, quarter = shares.at(1.0), shares.at(0.25)
     alone = shares.run(shares.work, shares.policy, [shares.costs["policy"]])
 
@@ -229,7 +229,7 @@ def test_hours_by_share_meet_at_the_ends() -> None:
 
 
 def test_a_policy_ahead_waits_for_what_training_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, gpu = planner("joint_8b", None), GPUS["H100"]
+    plan, gpu = planner("joint_8b"), GPUS["H100"]
     ahead = plan.ahead(gpu, 8, 1.5)
     assert ahead is not None and ahead.evaluating == 1.5
 
@@ -237,7 +237,7 @@ def test_a_policy_ahead_waits_for_what_training_does_not_hide(monkeypatch: pytes
     alone = plan.ahead(gpu, 8, 1.5)
     assert alone is not None and ahead.all < alone.all
 
-    policy_alone = planner("joint_8b", None, "rollout_model=null", "engine.gpu_memory_utilization=0.9")
+    policy_alone = planner("joint_8b", "rollout_model=null", "engine.gpu_memory_utilization=0.9")
     splits = []
     for training in range(2, 8):  # 131 GB of weights, gradients and moments need two GPUs
         shares = policy_alone.shares(gpu, 8 - training)
@@ -251,7 +251,7 @@ def test_a_policy_ahead_waits_for_what_training_does_not_hide(monkeypatch: pytes
 
 def test_a_rollout_model_without_a_share_is_planned_untrained() -> None:
     def planned_hours(*overrides: str) -> Hours:
-        plan = planner("joint_8b", None, "iterations=10", *overrides)
+        plan = planner("joint_8b", "iterations=10", *overrides)
         return plan.run_hours(plan.shares(GPUS["H100"], 8))
 
     small, none = planned_hours(), planned_hours("rollout_model.share=0.0")
@@ -267,32 +267,32 @@ def test_a_rollout_model_without_a_share_is_planned_untrained() -> None:
     assert drafts.training == pytest.approx(small.training)  # it drafts to the end
 
 
-def flop_shares(recipe: str, arm: str | None, *overrides: str) -> FlopShares:
+def flop_shares(recipe: str, *overrides: str, arm: str | None = None) -> FlopShares:
     """Return the FLOPs of an arm, as shares of those with the policy alone."""
-    return planner(recipe, arm, *overrides).flop_shares()
+    return planner(recipe, *overrides, arm=arm).flop_shares()
 
 
 def test_a_run_costs_all_flops_and_not_only_those_of_rollouts() -> None:
-    assert flop_shares("joint_8b", "on_policy") == (1.0, 1.0)
+    assert flop_shares("joint_8b", arm="on_policy") == (1.0, 1.0)
 
-    small = flop_shares("joint_8b", None)  # Qwen3-1.7B and 8B: 1.72e9 and 7.57e9 weights without embeddings
+    small = flop_shares("joint_8b")  # Qwen3-1.7B and 8B: 1.72e9 and 7.57e9 weights without embeddings
     assert small.rollouts == pytest.approx(1.72 / 7.57, abs=0.02)
 
-    without = flop_shares("joint_8b", None, "evaluation={every: 1000000, problems: 1, benchmarks: [], k: 1}")
+    without = flop_shares("joint_8b", "evaluation={every: 1000000, problems: 1, benchmarks: [], k: 1}")
     forward, policy = small.rollouts, 5.0  # training with checkpoints costs 4 passes over the body and 5 over the head
     assert 1.0 < without.all < (forward + policy * (1 + forward)) / (1 + 4)
     assert 1.0 < small.all < without.all  # evaluations cost both sides the same
 
-    halves = flop_shares("joint_8b", None, "rollout_model.share=0.5")
+    halves = flop_shares("joint_8b", "rollout_model.share=0.5")
     assert halves.rollouts == pytest.approx((1 + small.rollouts) / 2)
     assert halves.all > small.all
 
-    drafted = flop_shares("joint_8b", None, "rollout_model.share=0.0", *AWAKE)
+    drafted = flop_shares("joint_8b", "rollout_model.share=0.0", *AWAKE)
     assert drafted.rollouts > 1.0  # every draft is read by both models
 
 
 def test_stale_rollouts_cost_as_many_flops_and_a_pass_more() -> None:
-    stale = flop_shares("stale_8b", "jackpot")
+    stale = flop_shares("stale_8b", arm="jackpot")
     assert stale.rollouts == 1.0 and stale.all > 1.0
 
 

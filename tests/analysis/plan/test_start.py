@@ -54,7 +54,7 @@ def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
     """An estimate as of a run that fits these GPUs, and that many of each kind."""
     parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
     shard = Shard(gpus=gpus.count, limit=1.0 if fits else -1.0, tensor_parallel={}, **parts)
-    row = MachineEstimate(gpus.kind, shard, None, None)
+    row = MachineEstimate(gpus.kind, shard, hours=None, alone=None)
     return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, [], fewest, FlopShares(1.0, 1.0))
 
 
@@ -65,7 +65,7 @@ def test_what_is_printed_for_every_gpu_recipe_starts(monkeypatch: pytest.MonkeyP
 
     for name in ON_GPUS:
         gpus, paths = STATED[name], resolve(name, None, []).model_paths()
-        config, ranks = typed(start(name, None, [], None, gpus.count))
+        config, ranks = typed(start(name, arm=None, overrides=[], run=None, gpus=gpus.count))
         assert ranks == gpus.count and config.placement.engines == "auto"
         placed = place_engines(config, ranks, on_gpu=True)
         check_start(placed, paths, ranks)
@@ -100,7 +100,8 @@ def test_one_gpu_needs_no_launcher_and_what_was_typed_stays(tmp_path: Path) -> N
         ["jackpot", "train", "quickstart", "--arm", "tis", "seed=1", "--run", str(tmp_path / "a b")]
     )
     chosen = ["placement.engines=2", "engine.enable_sleep_mode=true"]
-    assert start("joint_8b", None, chosen, None, 4).endswith(f"jackpot train joint_8b {' '.join(chosen)}")
+    command = start("joint_8b", arm=None, overrides=chosen, run=None, gpus=4)
+    assert command.endswith(f"jackpot train joint_8b {' '.join(chosen)}")
 
 
 def test_gpus_of_this_machine_are_of_a_kind_that_plans_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     overrides: list[str], error: type[JackpotError], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=expected):
-        train("joint_8b", overrides, None, tmp_path, dry_run=True, gpus=None, tiny=False)
+        train("joint_8b", overrides, arm=None, run=tmp_path, dry_run=True, gpus=None, tiny=False)
 
 
 def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +175,12 @@ def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "0")
 
     with pytest.raises(ConfigError, match=r"leave placement\.engines out"):
-        train("joint_8b", ["placement.engines=0"], None, None, dry_run=True, gpus=None, tiny=False)
+        train("joint_8b", ["placement.engines=0"], arm=None, run=None, dry_run=True, gpus=None, tiny=False)
 
 
 def test_a_dry_run_refuses_the_folder_of_other_settings(finished_run: FinishedRuns) -> None:
     with pytest.raises(CheckpointError, match="seed: 0 in the folder, 9 now"):
-        train("quickstart", [*SMALL, "seed=9"], None, finished_run(), dry_run=True, gpus=None, tiny=False)
+        train("quickstart", [*SMALL, "seed=9"], arm=None, run=finished_run(), dry_run=True, gpus=None, tiny=False)
 
 
 def test_ranks_refuse_a_model_that_cannot_be_sharded(tmp_path: Path) -> None:

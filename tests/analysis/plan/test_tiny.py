@@ -71,7 +71,7 @@ def user_config(**settings: object) -> Config:
     }
 
     changes = [{key: value} for key, value in settings.items()]
-    return build_config(recipe, None, changes)
+    return build_config(recipe, arm=None, overrides=changes)
 
 
 # What changes
@@ -237,7 +237,7 @@ def test_all_models_take_the_policys_tokenizer_or_bytes(words: int | None, other
 
 
 def test_a_small_model_is_replaced_beside_a_large_one(tmp_path: Path) -> None:
-    other = {"path": large_model(tmp_path / "b", None), "optimizer": None}
+    other = {"path": large_model(tmp_path / "b", words=None), "optimizer": None}
     config = user_config(policy={"path": "starter:text_policy"}, rollout_model=other)
     made = make_tiny(config, tmp_path / "tiny").config
     assert made.policy.path == str(tmp_path / "tiny" / "models" / "starter--text_policy")
