@@ -45,16 +45,18 @@ def table() -> dict[str, torch.Tensor]:
     TRL packs the costlier group first, which is the second, of two turns.
     """
     policy, rows = load_model(POLICY, torch.float32), []
-    for one in sorted(samples(2, listed=True), key=lambda one: -one.group_id):
-        ids, at = torch.from_numpy(one.input_ids), torch.from_numpy(one.completion_mask).nonzero()[:, 0]
+
+    for sample in sorted(samples(2, listed=True), key=lambda sample: -sample.group_id):
+        ids, at = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.completion_mask).nonzero()[:, 0]
         with torch.no_grad():
-            whole = policy(ids[None]).logits[0].log_softmax(-1)[at - 1]
-        row = torch.from_numpy(one.old_log_probs)[at]
-        rows.append((whole, ids[at], row, torch.full((len(at),), one.advantage)))
+            distributions = policy(ids[None]).logits[0].log_softmax(-1)[at - 1]
+        row = torch.from_numpy(sample.old_log_probs)[at]
+        rows.append((distributions, ids[at], row, torch.full((len(at),), sample.advantage)))
+
     columns = zip(*rows, strict=True)
     padded = [torch.nn.utils.rnn.pad_sequence(column, batch_first=True) for column in columns]
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row[1])) for row in rows], batch_first=True).bool()
-    return dict(zip(("whole", "ids", "rows", "advantages"), padded, strict=True)) | {"mask": mask}
+    return dict(zip(("distributions", "ids", "rows", "advantages"), padded, strict=True)) | {"mask": mask}
 
 
 def test_without_a_correction_the_loss_is_that_of_trl(asynchronous, tmp_path):
@@ -68,6 +70,7 @@ def test_without_a_correction_the_loss_is_that_of_trl(asynchronous, tmp_path):
         losses.append(loss.detach())
         gradients.append([parameter.grad for parameter in trainer.model.parameters()])
         assert trainer._metrics["train"]["ratio"][0] != 1.0
+
     assert torch.equal(*losses) and losses[0] != 0.0
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
@@ -75,19 +78,23 @@ def test_without_a_correction_the_loss_is_that_of_trl(asynchronous, tmp_path):
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_the_loss_is_that_of_correct(asynchronous, tmp_path, monkeypatch, name, settings):
     """Of `jackpot.correct` on what another forward pass gives, by TRL's formula written out."""
-    listed, columns, drawn = name == "obrs", table(), []
+    listed = name == "obrs"
+    columns, drawn = table(), []
     trainer, batch = made(
         asynchronous.CorrectedAsyncGRPOTrainer, tmp_path, listed, correction={"name": name} | settings
     )
     uniforms = trainer._uniforms
     monkeypatch.setattr(trainer, "_uniforms", lambda mask: drawn.append(uniforms(mask)) or drawn[-1])
+
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
 
-    mask, whole, row = columns["mask"], columns["whole"], columns["rows"]
-    log_probs, rollout = whole.gather(-1, columns["ids"][..., None])[..., 0], torch.where(mask, row[..., 0], 0.0)
+    mask, row = columns["mask"], columns["rows"]
+    distributions = columns["distributions"]
+    log_probs = distributions.gather(-1, columns["ids"][..., None])[..., 0]
+    rollout = torch.where(mask, row[..., 0], 0.0)
     z = estimate_z(
-        policy_logits=whole,
+        policy_logits=distributions,
         rollout_top_ids=row[..., 1 : 1 + TOP].long(),
         rollout_top_log_probs=row[..., 1 + TOP :],
         lam=settings.get("lam", 1.0),
@@ -108,6 +115,7 @@ def test_the_loss_is_that_of_correct(asynchronous, tmp_path, monkeypatch, name, 
     a = columns["advantages"]
     surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
     expected = -(done.weights * done.accept_mask * surrogate)[mask].sum() / mask.sum()
+
     torch.testing.assert_close(loss.detach(), expected, atol=1e-5, rtol=1e-5)
     assert trainer._metrics["train"]["jackpot/correction/weight"]
     assert any(parameter.grad.abs().max() > 0 for parameter in trainer.model.parameters())
@@ -127,6 +135,7 @@ def test_a_negative_advantage_has_a_bound_here(asynchronous, tmp_path):
         written = batch["old_log_probs"] if batch["old_log_probs"].dim() == 2 else batch["old_log_probs"][..., 0]
         written[batch["advantages"] < 0] -= 6.0
         losses.append(abs(float(trainer.compute_loss(trainer.model, batch).detach())))
+
     theirs, *ours = losses
     assert theirs > 50.0 and max(ours) < 2.0
 
@@ -141,6 +150,7 @@ def trained(asynchronous: ModuleType, folder: Any, url: str, model: str = FOLDER
         num_top_log_probs=TOP,
     )
     trainer.train()
+
     logs = [row for row in trainer.state.log_history if "jackpot/obrs/z" in row]
     assert len(logs) == trainer.state.global_step == 3
     assert logs[0]["jackpot/mismatch/kl_k3"] < 1e-6 < logs[-1]["jackpot/mismatch/kl_k3"]
@@ -148,7 +158,7 @@ def trained(asynchronous: ModuleType, folder: Any, url: str, model: str = FOLDER
     return trainer
 
 
-def test_three_steps_behind_a_server(asynchronous, tmp_path):
+def test_lists_and_weights_pass_between_trainer_and_server(asynchronous, tmp_path):
     """TRL's worker in its own process, over HTTP: the lists reach the loss, and new weights reach the server."""
     server = StarterServer()
     before = server.weights["model.norm.weight"].copy()
@@ -166,7 +176,7 @@ def test_three_steps_behind_a_server(asynchronous, tmp_path):
 
 @pytest.mark.sweep  # minutes until its server has started
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM's environment is not here: `make test-vllm` makes it")
-def test_three_steps_with_vllm(asynchronous, tmp_path):
+def test_lists_and_weights_pass_between_trainer_and_vllm(asynchronous, tmp_path):
     """The same with a real vLLM server; `check_loaded` has compared what it holds with what was sent, each time."""
     untied = save_untied(Path(FOLDER), tmp_path / "untied")
     load_tokenizer(POLICY).save_pretrained(untied)
@@ -175,24 +185,26 @@ def test_three_steps_with_vllm(asynchronous, tmp_path):
 
 
 def test_what_cannot_be_corrected_is_refused(asynchronous, tmp_path):
-    def given(**more: Any) -> dict[str, Any]:
+    def settings(**more: Any) -> dict[str, Any]:
         workers = {"rollout_worker": QueuedSamples([]), "weight_transfer": asynchronous.ServerWeights()}
         return arguments(tmp_path) | workers | more
 
     trainer = asynchronous.CorrectedAsyncGRPOTrainer
     with pytest.raises(ConfigError, match="normalizer 'exact'"):
-        trainer(**given(), correction={"name": "obrs", "normalizer": "exact"})
+        trainer(**settings(), correction={"name": "obrs", "normalizer": "exact"})
     with pytest.raises(ConfigError, match="did you mean 'obrs'"):
-        trainer(**given(), correction="obsr")
+        trainer(**settings(), correction="obsr")
     with pytest.raises(ConfigError, match="weights_foldr"):
-        trainer(**given(weight_transfer=asynchronous.ServerWeights(weights_foldr="x")), correction="tis")
+        trainer(**settings(weight_transfer=asynchronous.ServerWeights(weights_foldr="x")), correction="tis")
+
     adapter = pytest.importorskip("peft").LoraConfig(task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="leave weight_transfer out"):
-        trainer(**given(peft_config=adapter), correction="tis")
+        trainer(**settings(peft_config=adapter), correction="tis")
 
     plain, batch = made(trainer, tmp_path, listed=False, correction="obrs")
     with pytest.raises(ConfigError, match=r"samples are \[T\]"):
         plain.compute_loss(plain.model, batch)
+
     scaled, batch = made(trainer, tmp_path, listed=True, correction="obrs")
     scaled.temperature = 3.0  # in our head alone, as if the model scaled its logits itself
     with pytest.raises(ModelError, match="computes more"):

@@ -72,12 +72,15 @@ def test_losses_and_weights_are_those_of_our_learner(adapter: ModuleType, tmp_pa
         rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),
         correction=correction,
     )
+
     trainer.train()
+
     assert len(losses) == trainer.state.global_step >= 1
     for theirs, ours in losses:
         assert theirs == pytest.approx(ours, abs=3e-6, rel=1e-5)
-    own = list(learner.models["policy"].parameters())
-    apart, moved = movement(own, list(trainer.model.parameters()), list(start.parameters()))
+
+    learned = list(learner.models["policy"].parameters())
+    apart, moved = movement(learned, list(trainer.model.parameters()), list(start.parameters()))
     assert moved > 1e-2
     assert apart < 1e-4
 
@@ -91,8 +94,15 @@ def test_kappa_is_that_of_the_whole_generation_batch(adapter: ModuleType, tmp_pa
     )
     batches: list[dict[str, Any]] = []
     prepare = trainer._prepare_inputs
-    trainer._prepare_inputs = lambda batch: (prepare(batch), batches.extend(trainer._buffered_inputs))[0]
+
+    def recorded(batch: Any) -> Any:
+        prepared = prepare(batch)
+        batches.extend(trainer._buffered_inputs)
+        return prepared
+
+    trainer._prepare_inputs = recorded
     trainer.train()
+
     policy = load_model("starter:policy", torch.float32).double()
     accepted = normalizers = 0.0
     parts = []
@@ -101,18 +111,19 @@ def test_kappa_is_that_of_the_whole_generation_batch(adapter: ModuleType, tmp_pa
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         with torch.no_grad():
-            whole = policy(ids, attention_mask=seen).logits[:, -width - 1 : -1].log_softmax(-1)
-        at = whole.gather(-1, batch["completion_ids"][..., None])[..., 0]
+            distributions = policy(ids, attention_mask=seen).logits[:, -width - 1 : -1].log_softmax(-1)
+        at = distributions.gather(-1, batch["completion_ids"][..., None])[..., 0]
         ratio = (at - batch["sampling_per_token_logps"].double()).exp()
         known = torch.minimum(
-            batch["jackpot_top_log_probs"].double(), whole.gather(-1, batch["jackpot_top_ids"]) - math.log(0.9)
+            batch["jackpot_top_log_probs"].double(), distributions.gather(-1, batch["jackpot_top_ids"]) - math.log(0.9)
         )
         z, a = known.exp().sum(-1), (ratio / 0.9).clamp(max=1.0)
         accepted, normalizers = accepted + float(a[mask].sum()), normalizers + float(z[mask].sum())
         parts.append((batch, mask, a * z * ratio.clamp(min=0.9)))
+
     for batch, mask, weight in parts:
-        wanted = batch["jackpot_advantages"][:, None] * weight * accepted / normalizers
-        torch.testing.assert_close(batch["advantages"][mask].double(), wanted[mask], atol=1e-4, rtol=1e-3)
+        expected = batch["jackpot_advantages"][:, None] * weight * accepted / normalizers
+        torch.testing.assert_close(batch["advantages"][mask].double(), expected[mask], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("correction", ["obrs", "tis"])
@@ -123,18 +134,21 @@ def test_a_policy_is_compared_on_what_it_kept_of_itself(adapter: ModuleType, tmp
         rollout_func=adapter.EngineRollouts("starter:policy"),
         correction=correction,
     )
+
     trainer.train()
     logged = trainer.state.log_history[0]
+
     assert logged["jackpot/mismatch/ratio"] == pytest.approx(1.0, abs=1e-5)
     assert logged["jackpot/mismatch/ratio_max"] == pytest.approx(1.0, abs=1e-4)
     if correction == "obrs":
         assert logged["jackpot/obrs/z"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_reference_over_everything_is_refused_beside_it(adapter: ModuleType, tmp_path):
+def test_a_reference_kl_is_refused_beside_top_k(adapter: ModuleType, tmp_path):
     trainer = adapter.CorrectedGRPOTrainer(
         **arguments(tmp_path, top_k=5, max_steps=1, beta=0.1),
         rollout_func=adapter.EngineRollouts(ROLLOUT_MODEL),
     )
+
     with pytest.raises(ConfigError, match=r"beta is 0.1 with top_k 5.*use beta=0.0, or top_k=0"):
         trainer.train()

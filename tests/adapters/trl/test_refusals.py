@@ -17,7 +17,7 @@ pytestmark = pytest.mark.trl
 
 
 @pytest.mark.parametrize(
-    ("correction", "given", "changes", "named"),
+    ("correction", "has_rollouts", "changes", "named"),
     [
         ("obrs", False, {"use_vllm": True}, "set GRPOConfig(vllm_importance_sampling_correction=False)"),
         ("tis", True, {"use_vllm": True}, "set GRPOConfig(vllm_importance_sampling_correction=False)"),
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.trl
         ({"name": "tis", "c1": 2.0}, True, {}, "unknown setting"),
     ],
 )
-def test_settings_are_refused_by_name(adapter: ModuleType, tmp_path, correction, given, changes, named):
-    rollouts = {"rollout_func": adapter.EngineRollouts(ROLLOUT_MODEL)} if given else {}
+def test_settings_are_refused_by_name(adapter: ModuleType, tmp_path, correction, has_rollouts, changes, named):
+    rollouts = {"rollout_func": adapter.EngineRollouts(ROLLOUT_MODEL)} if has_rollouts else {}
     with pytest.raises(ConfigError) as caught:
         adapter.CorrectedGRPOTrainer(**arguments(tmp_path, **changes), **rollouts, correction=correction)
     assert named in str(caught.value)
@@ -40,13 +40,16 @@ def test_settings_are_refused_by_name(adapter: ModuleType, tmp_path, correction,
 def test_what_would_not_be_read_is_refused(adapter: ModuleType, tmp_path):
     rollouts = {"rollout_func": adapter.EngineRollouts(ROLLOUT_MODEL)}
     vllm = arguments(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False)
-    for given in (arguments(tmp_path) | rollouts, vllm | {"correction": "tis"}):
+
+    for trainer_arguments in (arguments(tmp_path) | rollouts, vllm | {"correction": "tis"}):
         with pytest.raises(ConfigError, match="num_top_log_probs is 5"):
-            adapter.CorrectedGRPOTrainer(**given, num_top_log_probs=5)
+            adapter.CorrectedGRPOTrainer(**trainer_arguments, num_top_log_probs=5)
+
     model = load_model(ROLLOUT_MODEL, torch.float32)
     engine = TransformersEngine(model, TransformersEngineConfig(), eos_token_ids=[1], version=Version(0, 0))
     with pytest.raises(ConfigError, match="dtype is 'bf16', but an engine was given"):
         adapter.EngineRollouts(engine, dtype="bf16")
+
     with pytest.raises(ConfigError, match="dtype"):
         adapter.EngineRollouts(ROLLOUT_MODEL, dtype="bf61")
 
@@ -83,11 +86,11 @@ def test_a_model_in_shards_is_refused(adapter: ModuleType, tmp_path):
 
 
 def test_a_rollout_function_must_return_what_is_needed(adapter: ModuleType, tmp_path):
-    whole = adapter.EngineRollouts(ROLLOUT_MODEL)
+    complete = adapter.EngineRollouts(ROLLOUT_MODEL)
     for missing, named in (("top_ids", "needs the top-k"), ("logprobs", "returned logprobs None")):
 
         def rollouts(prompts, trainer, missing=missing):
-            return whole(prompts, trainer) | {missing: None}
+            return complete(prompts, trainer) | {missing: None}
 
         trainer = adapter.CorrectedGRPOTrainer(**arguments(tmp_path, max_steps=1), rollout_func=rollouts)
         with pytest.raises(ConfigError, match=named):

@@ -31,10 +31,12 @@ pytestmark = pytest.mark.trl
 
 OUT = object()  # of an argument: leave it out
 GROUP = re.compile(r"\\\d")
-Given = Mapping[str, Any]  # arguments of a trainer and of its GRPOConfig; what is called is called, with the adapters
+# of a trainer and of its GRPOConfig; a value that can be called is made by calling it with the adapters
+Arguments = Mapping[str, Any]
 
 
 def literal(text: str) -> Any:
+    """Return what Python reads in a text, or the text itself."""
     try:
         return literal_eval(text)
     except (SyntaxError, ValueError):
@@ -47,18 +49,20 @@ class Refused(NamedTuple):
     A text with a group of the pattern, such as a backslash and 1, is what the message says there.
     """
 
-    given: Given
-    remedies: Mapping[str, Given | None]  # None: it cannot be done here
+    arguments: Arguments
+    remedies: Mapping[str, Arguments | None]  # None: it cannot be done here
     name: str = "CorrectedGRPOTrainer"
     trains: bool = False  # a step; else it is refused as the trainer is made
 
 
 def engine(adapter: ModuleType) -> TransformersEngine:
+    """An engine of the small starter."""
     model = load_model(ROLLOUT_MODEL, torch.float32)
     return TransformersEngine(model, TransformersEngineConfig(), eos_token_ids=[1], version=Version(0, 0))
 
 
 def rollouts(**settings: Any) -> Callable[[ModuleType], Any]:
+    """A rollout function of ours, which is made when the adapters are there."""
     return lambda adapter: adapter.EngineRollouts(ROLLOUT_MODEL, **settings)
 
 
@@ -66,28 +70,30 @@ def without(*missing: str) -> Callable[[ModuleType], Any]:
     """A rollout function of the user's that returns None for some of what is needed."""
 
     def make(adapter: ModuleType) -> Callable:
-        whole = adapter.EngineRollouts(ROLLOUT_MODEL)
-        return lambda prompts, trainer: whole(prompts, trainer) | dict.fromkeys(missing)
+        complete = adapter.EngineRollouts(ROLLOUT_MODEL)
+        return lambda prompts, trainer: complete(prompts, trainer) | dict.fromkeys(missing)
 
     return make
 
 
 def shortened(adapter: ModuleType) -> Callable:
     """A rollout function of the user's that returns a list less than there are tokens."""
-    whole = adapter.EngineRollouts(ROLLOUT_MODEL)
+    complete = adapter.EngineRollouts(ROLLOUT_MODEL)
 
     def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        returned = whole(prompts, trainer)
+        returned = complete(prompts, trainer)
         return returned | {"top_ids": [rows[:-1] for rows in returned["top_ids"]]}
 
     return rollouts
 
 
 def peft(name: str, **settings: Any) -> Callable[[ModuleType], Any]:
+    """A config of peft's, which is made where peft is installed."""
     return lambda adapter: getattr(pytest.importorskip("peft"), name)(task_type="CAUSAL_LM", **settings)
 
 
 def of_images(adapter: ModuleType) -> Any:
+    """A processor of images, that nothing has set up."""
     return object.__new__(import_module("transformers").ProcessorMixin)
 
 
@@ -254,24 +260,27 @@ REFUSED = [
 
 
 def expanded(value: Any, remedy: re.Match[str]) -> Any:
+    """Put what a message says into the texts of a remedy."""
     if isinstance(value, dict):
-        return {expanded(name, remedy): expanded(one, remedy) for name, one in value.items()}
+        return {expanded(name, remedy): expanded(item, remedy) for name, item in value.items()}
     return literal(remedy.expand(value)) if isinstance(value, str) and GROUP.search(value) else value
 
 
-def start(adapter: ModuleType, folder: Path, given: Given, refused: Refused) -> None:
+def start(adapter: ModuleType, folder: Path, options: Arguments, refused: Refused) -> None:
     """Make the trainer, and train a step where that is refused; TRL may lack vLLM, jmespath or a template here."""
     trl = import_module("trl")
-    given = {name: one(adapter) if callable(one) else one for name, one in given.items() if one is not OUT}
+    options = {
+        name: value(adapter) if callable(value) else value for name, value in options.items() if value is not OUT
+    }
     fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
-    settings = {name: value for name, value in given.items() if name in fields}
+    settings = {name: value for name, value in options.items() if name in fields}
 
-    all_given = arguments(folder, **{"max_steps": 1, "per_device_train_batch_size": 16} | settings)
-    all_given |= {name: value for name, value in given.items() if name not in fields}
-    kind = all_given.pop("trainer", refused.name)
+    all_arguments = arguments(folder, **{"max_steps": 1, "per_device_train_batch_size": 16} | settings)
+    all_arguments |= {name: value for name, value in options.items() if name not in fields}
+    kind = all_arguments.pop("trainer", refused.name)
     try:
         trainer = getattr(adapter, kind, None) or getattr(trl, kind)
-        trainer = trainer(**all_given)
+        trainer = trainer(**all_arguments)
     except (ImportError, ValueError) as error:
         if isinstance(error, JackpotError):
             raise
@@ -282,21 +291,22 @@ def start(adapter: ModuleType, folder: Path, given: Given, refused: Refused) -> 
 
 
 @cache
-def message_of(adapter: ModuleType, number: int) -> str:
-    refused = REFUSED[number]
+def message_of(adapter: ModuleType, index: int) -> str:
+    """Return what a row of REFUSED is refused with."""
+    refused = REFUSED[index]
     base = PAIR if refused.name == TWO else {}
     with TemporaryDirectory() as folder, pytest.raises(JackpotError) as error:
-        start(adapter, Path(folder), base | refused.given, refused)
+        start(adapter, Path(folder), base | refused.arguments, refused)
     return str(error.value)
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_every_remedy_works(adapter: ModuleType, number: int, tmp_path: Path) -> None:
-    refused, message = REFUSED[number], message_of(adapter, number)
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_every_remedy_works(adapter: ModuleType, index: int, tmp_path: Path) -> None:
+    refused, message = REFUSED[index], message_of(adapter, index)
     base = PAIR if refused.name == TWO else {}
-    for remedy, given in remedies_of(message, refused.remedies):
+    for remedy, changes in remedies_of(message, refused.remedies):
         try:
-            start(adapter, tmp_path, base | refused.given | expanded(dict(given), remedy), refused)
+            start(adapter, tmp_path, base | refused.arguments | expanded(dict(changes), remedy), refused)
         except JackpotError as error:
             pytest.fail(f"{message}\n{remedy[0]!r} was done, and refused:\n{error}")
 
@@ -309,6 +319,7 @@ def placement(fsdp: bool = False, zero: int | None = None) -> SimpleNamespace:
 
 
 def processes(zero: int | None = None, used: str = "no", bf16: bool = False, gpus: int = 1) -> SimpleNamespace:
+    """A trainer, of which accelerate's settings and two of its arguments are read."""
     trainer = placement(zero=zero)
     trainer.accelerator.mixed_precision = used
     trainer.args = SimpleNamespace(bf16=bf16, n_gpu=gpus)
@@ -316,13 +327,14 @@ def processes(zero: int | None = None, used: str = "no", bf16: bool = False, gpu
 
 
 def server(mode: str) -> SimpleNamespace:
+    """A server of vLLM, of which the mode of its log-probs is read."""
     return SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": mode}})
 
 
 CALLED = [  # a check, what it refuses, and the remedies: a pattern in the message, and what is then checked
     (
         "refuse_placement",
-        placement(**given),
+        placement(**setup),
         {
             r"use DDP": lambda remedy: placement(),
             r"or DeepSpeed ZeRO-(1) or 2": lambda remedy: placement(zero=int(remedy[1])),
@@ -330,7 +342,7 @@ CALLED = [  # a check, what it refuses, and the remedies: a pattern in the messa
             r"train with `jackpot train`": None,
         },
     )
-    for given in ({"fsdp": True}, {"zero": 3})
+    for setup in ({"fsdp": True}, {"zero": 3})
 ]
 CALLED += [
     (
@@ -362,26 +374,27 @@ CALLED += [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "remedies"), CALLED)
-def test_every_remedy_of_what_was_set_up_works(adapter: ModuleType, name: str, given: Any, remedies: Any) -> None:
+@pytest.mark.parametrize(("name", "setup", "remedies"), CALLED)
+def test_every_remedy_of_what_was_set_up_works(adapter: ModuleType, name: str, setup: Any, remedies: Any) -> None:
     check = getattr(import_module("jackpot.adapters.trl.refusals"), name)
     with pytest.raises(JackpotError) as error:
-        check(given)
+        check(setup)
     for remedy, make in remedies_of(str(error.value), remedies):
         check(make(remedy))
 
 
 def test_a_policy_cut_as_told_is_trained(adapter: ModuleType, tmp_path: Path) -> None:
     save_longer(ROLLOUT_MODEL, tmp_path / "long")
-    given = arguments(tmp_path) | PAIR | {"model": str(tmp_path / "long")}
+    trainer_arguments = arguments(tmp_path) | PAIR | {"model": str(tmp_path / "long")}
+
     with pytest.raises(ModelError, match="TRL's loss reads all") as error:
-        adapter.JackpotGRPOTrainer(**given)
+        adapter.JackpotGRPOTrainer(**trainer_arguments)
     [(remedy, _)] = remedies_of(str(error.value), {r"give TRL a policy that (model\.\S+) has cut": {}})
 
     model = load_model(tmp_path / "long", torch.float32)
     eval(remedy[1], {"model": model})
     model.save_pretrained(tmp_path / "cut")
-    adapter.JackpotGRPOTrainer(**given | {"model": str(tmp_path / "cut")})
+    adapter.JackpotGRPOTrainer(**trainer_arguments | {"model": str(tmp_path / "cut")})
 
 
 def test_checkpoints_as_told_are_continued(adapter: ModuleType, tmp_path: Path) -> None:
@@ -392,10 +405,12 @@ def test_checkpoints_as_told_are_continued(adapter: ModuleType, tmp_path: Path) 
         trainer.train(resume_from_checkpoint=checkpoint and str(tmp_path / checkpoint))
 
     train(save_only_model=True)
+
     with pytest.raises(CheckpointError, match="has no rollout model with its optimizer") as error:
         train("checkpoint-1")
     pattern = r"continue from a checkpoint of JackpotGRPOTrainer, saved with (save_only_model)=(False)"
     [(remedy, _)] = remedies_of(str(error.value), {pattern: {}})
+
     train(**{remedy[1]: literal(remedy[2])})
     train("checkpoint-1")
 
@@ -424,6 +439,7 @@ SCALED = Refused(  # by our head alone, as if the model scaled its logits itself
 def start_asynchronous(
     asynchronous: ModuleType, folder: Path, correction: str, listed: bool = False, temperature: float = 1.0
 ) -> None:
+    """Compute the loss of a step and its gradient, as an asynchronous trainer does."""
     cls = asynchronous.CorrectedAsyncGRPOTrainer
     trainer, batch = trl_async.made(cls, folder, listed, correction=correction)
     trainer.temperature = temperature
@@ -433,24 +449,25 @@ def start_asynchronous(
 @pytest.mark.parametrize("refused", [LISTS, SCALED])
 def test_every_remedy_of_asynchronous_steps_works(asynchronous: ModuleType, tmp_path: Path, refused: Refused) -> None:
     with pytest.raises(JackpotError) as error:
-        start_asynchronous(asynchronous, tmp_path, **refused.given)
-    for remedy, given in remedies_of(str(error.value), refused.remedies):
-        start_asynchronous(asynchronous, tmp_path, **refused.given | expanded(dict(given), remedy))
+        start_asynchronous(asynchronous, tmp_path, **refused.arguments)
+    for remedy, changes in remedies_of(str(error.value), refused.remedies):
+        start_asynchronous(asynchronous, tmp_path, **refused.arguments | expanded(dict(changes), remedy))
 
 
 def test_trl_sends_an_adapter_that_is_not_ours(asynchronous: ModuleType, tmp_path: Path) -> None:
     server = trl_async.StarterServer()
     server.settings["parallel_config"] |= {"data_parallel_size": 1}
     server.settings["lora_config"] = {"max_lora_rank": 16, "max_loras": 16}  # as with --enable-lora
-    given = trl_async.arguments(tmp_path, vllm_server_base_url=server.url) | {"correction": "tis"}
-    given["peft_config"] = peft("LoraConfig", **LORA)(asynchronous)
+    trainer_arguments = trl_async.arguments(tmp_path, vllm_server_base_url=server.url) | {"correction": "tis"}
+    trainer_arguments["peft_config"] = peft("LoraConfig", **LORA)(asynchronous)
     trainer = asynchronous.CorrectedAsyncGRPOTrainer
+
     try:
         with pytest.raises(ConfigError) as error:
-            trainer(**given, weight_transfer=asynchronous.ServerWeights())
+            trainer(**trainer_arguments, weight_transfer=asynchronous.ServerWeights())
         remedy = "leave weight_transfer out: TRL then sends the adapter alone to a server with --enable-lora"
         assert remedies_of(str(error.value), {remedy: {}})
-        assert trainer(**given)._lora_sync
+        assert trainer(**trainer_arguments)._lora_sync
     finally:
         server.close()
 
@@ -459,10 +476,12 @@ def test_another_asynchronous_trainer_has_two_remedies(
     adapter: ModuleType, asynchronous: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = import_module("jackpot.adapters.trl.base")
+
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "trl.experimental.async_grpo.packing", None)
         with pytest.raises(ImportError) as error:
             base.asynchronous()
+
     remedies = {r"install trl ([\d.]+)": {}, r"or use (\w+)": {}}
     [(installed, _), (other, _)] = remedies_of(str(error.value), remedies)
     assert version("trl").startswith(installed[1]) and base.asynchronous()
@@ -484,16 +503,20 @@ NOT_HERE = {  # the start of a message: where it is provoked, or why nothing is 
 
 
 def test_every_refusal_stands_in_a_table(adapter: ModuleType) -> None:
-    said = [message_of(adapter, number) for number in range(len(REFUSED))]
+    messages = [message_of(adapter, index) for index in range(len(REFUSED))]
     refusals = import_module("jackpot.adapters.trl.refusals")
-    for name, given, _ in CALLED:
+
+    for name, setup, _ in CALLED:
         with pytest.raises(JackpotError) as error:
-            getattr(refusals, name)(given)
-        said.append(str(error.value))
+            getattr(refusals, name)(setup)
+        messages.append(str(error.value))
 
     unsaid = [
-        text for text in sorted(texts_of(Path(refusals.__file__).parent.glob("*.py"))) if not is_provoked(text, said)
+        text
+        for text in sorted(texts_of(Path(refusals.__file__).parent.glob("*.py")))
+        if not is_provoked(text, messages)
     ]
     missing = [text for text in unsaid if not text.startswith(tuple(NOT_HERE))]
+
     assert not missing, missing
     assert all(any(text.startswith(start) for text in unsaid) for start in NOT_HERE)

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.trl
 def logged(trainer: type) -> type:
     """The class of the hint, from the hint itself."""
     lines = FORMATS["trl"].how.splitlines()
-    start = next(place for place, line in enumerate(lines) if "class Logged" in line)
-    end = next(place for place, line in enumerate(lines) if "return output" in line)
+    start = next(index for index, line in enumerate(lines) if "class Logged" in line)
+    end = next(index for index, line in enumerate(lines) if "return output" in line)
     names = {"GRPOTrainer": trainer}
     exec("\n".join(line[4:] for line in lines[start : end + 1]), names)
     return names["Logged"]
@@ -34,20 +34,30 @@ def test_what_trl_logs_with_the_hint_is_replayed(is_corrected: bool, adapter: Mo
     more = {"correction": "tis"} if is_corrected else {}
     rollouts = adapter.EngineRollouts(ROLLOUT_MODEL)
     trainer = kind(**arguments(tmp_path, max_steps=1, log_completions=True), rollout_func=rollouts, **more)
+
     trainer.train()
+
     files = FORMATS["trl"].files(tmp_path)
     assert [file.name for file in files] == ["completions_00001.parquet"]
+
     with pytest.raises(DataError, match="give --model PATH"):
         replay(tmp_path)
-    found = replay(tmp_path, names=["tis"], model="starter:policy")
-    assert found.format == "trl" and float(found.run["responses"].value) == 32 and not found.problems
-    assert 0.01 < float(found.run["total_variation"].value) < 0.2
+
+    result = replay(tmp_path, names=["tis"], model="starter:policy")
+    assert result.format == "trl" and float(result.run["responses"].value) == 32 and not result.problems
+    assert 0.01 < float(result.run["total_variation"].value) < 0.2
+
     batch = trainer._buffered_inputs[0]
     responses = list(read_files(FORMATS["trl"], files, print))
-    written = {(*one.prompt_ids.tolist(), *one.token_ids.tolist()): one.rollout_log_probs for one in responses}
+    written = {
+        (*response.prompt_ids.tolist(), *response.token_ids.tolist()): response.rollout_log_probs
+        for response in responses
+    }
     asked, answered = batch["prompt_mask"].bool(), batch["completion_mask"].bool()
+
     for row, log_probs in enumerate(batch["sampling_per_token_logps"]):
         prompt, ids = batch["prompt_ids"][row][asked[row]], batch["completion_ids"][row][answered[row]]
         saved = written[(*prompt.tolist(), *ids.tolist())]
         torch.testing.assert_close(saved.float(), log_probs[answered[row]], rtol=0.0, atol=0.0)
-    assert torch.tensor([one.advantages[0] for one in responses]).std() > 0.1
+
+    assert torch.tensor([response.advantages[0] for response in responses]).std() > 0.1

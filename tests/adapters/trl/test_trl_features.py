@@ -18,23 +18,26 @@ pytestmark = pytest.mark.trl
 
 
 def trainer_of(adapter: ModuleType, folder: Path, correction="obrs", **changes):
+    """Make a trainer whose rollouts the small starter writes."""
     rollouts = adapter.EngineRollouts(ROLLOUT_MODEL)
     return adapter.CorrectedGRPOTrainer(**arguments(folder, **changes), rollout_func=rollouts, correction=correction)
 
 
 def weights(trainer) -> list[torch.Tensor]:
-    return [one.detach().clone() for one in trainer.model.parameters()]
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
 
 
 def test_a_resumed_run_is_bit_equal_and_its_card_names_us(adapter: ModuleType, tmp_path):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 16}
-    whole = trainer_of(adapter, tmp_path, **settings)
-    whole.train()
+    uninterrupted = trainer_of(adapter, tmp_path, **settings)
+    uninterrupted.train()
     again = trainer_of(adapter, tmp_path, **settings)
+
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(map(torch.equal, weights(whole), weights(again)))
+
+    assert all(map(torch.equal, weights(uninterrupted), weights(again)))
     assert "jackpot" in (tmp_path / "README.md").read_text()
-    assert load_model(tmp_path / "checkpoint-4", torch.float32).num_parameters() == whole.model.num_parameters()
+    assert load_model(tmp_path / "checkpoint-4", torch.float32).num_parameters() == uninterrupted.model.num_parameters()
 
 
 def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
@@ -48,22 +51,28 @@ def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
         correction={"name": "obrs", "proximal": "new"},
     )
     before = load_model(trainer.model.get_base_model().name_or_path, torch.float32)
+
     trainer.train()
     batch = trainer._buffered_inputs[0]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     seen = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
     trainer.model.eval()
     with torch.no_grad():
         width = batch["completion_ids"].shape[1]
-        found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, seen, width)[0]
+        trl_log_probs = trainer._get_per_token_logps_and_entropies(trainer.model, ids, seen, width)[0]
         plain = before(ids, attention_mask=seen).logits[:, -width - 1 : -1].log_softmax(-1)
     mask = batch["completion_mask"].bool()
-    own = trainer._read(batch, True).old_log_probs
-    torch.testing.assert_close(own[mask], found[mask], atol=1e-5, rtol=1e-5)
+
+    our_log_probs = trainer._read(batch, with_z=True).old_log_probs
+
+    torch.testing.assert_close(our_log_probs[mask], trl_log_probs[mask], atol=1e-5, rtol=1e-5)
+
     without = plain.gather(-1, batch["completion_ids"][..., None])[..., 0]
-    assert (own - without)[mask].abs().max() > 1e-2
+    assert (our_log_probs - without)[mask].abs().max() > 1e-2
+
     named = dict(trainer.model.named_parameters())
-    frozen = [name for name, one in before.named_parameters() if "lm_head" not in name and "q_proj" not in name]
+    frozen = [name for name, _ in before.named_parameters() if "lm_head" not in name and "q_proj" not in name]
     assert torch.equal(named["base_model.model." + frozen[0]], dict(before.named_parameters())[frozen[0]])
 
 
@@ -87,6 +96,7 @@ def test_what_counted_nothing_is_not_in_the_log(adapter: ModuleType, tmp_path):
 def test_two_processes_take_the_steps_of_one(adapter: ModuleType, tmp_path):
     """With kappa of all that was generated, and the accept mask's mean: uniforms are hashed from the process too."""
     results = []
+
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -94,7 +104,8 @@ def test_two_processes_take_the_steps_of_one(adapter: ModuleType, tmp_path):
         done = subprocess.run([sys.executable, *launch, *program], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         results.append(json.loads((folder / "result.json").read_text()))
-    one, two = results
-    assert one["kappa"] == pytest.approx(two["kappa"], rel=1e-6)
-    assert one["moved"][0] > 1e-2
-    torch.testing.assert_close(torch.tensor(one["weights"]), torch.tensor(two["weights"]), atol=1e-5, rtol=1e-5)
+
+    alone, together = results
+    assert alone["kappa"] == pytest.approx(together["kappa"], rel=1e-6)
+    assert alone["moved"][0] > 1e-2
+    torch.testing.assert_close(torch.tensor(alone["weights"]), torch.tensor(together["weights"]), atol=1e-5, rtol=1e-5)

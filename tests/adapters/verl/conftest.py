@@ -23,6 +23,7 @@ NEEDED = ("verl", "hydra", "torchdata", "transfer_queue")
 
 @pytest.fixture(scope="session")
 def plugin() -> ModuleType:
+    """Our module for verl, where verl is installed."""
     pytest.importorskip("verl", reason="verl is not installed here; `make test-adapters` has it")
     return importlib.import_module("jackpot.adapters.verl")
 
@@ -32,11 +33,14 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The installed verl with the patch, which the page has applied."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         pytest.skip(f"{', '.join(missing)} not installed here; `make test-adapters` has it")
+
     folder = tmp_path_factory.mktemp("verl")
     [installed] = find_spec("verl").submodule_search_locations
     shutil.copytree(installed, folder / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+
     command = ["patch", "-p1", "--fuzz=0", "--force", "-i", PATCH]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
     if not (folder / "verl" / "trainer" / "ppo" / "v1").exists():  # verl 0.8, as the page says
         failed = re.findall(r"saving rejects to file (\S+)", done.stdout)
         assert failed == ["verl/workers/rollout/llm_server.py.rej"] and "4 out of 4 hunks ignored" in done.stdout
@@ -62,4 +66,5 @@ def run(patched: Path) -> Callable[..., dict[str, Any] | str]:
 
 @pytest.fixture(scope="session")
 def steps(run: Callable[..., Any]) -> dict[str, Any]:
+    """What the steps with OBRS left: of padded and of packed rows, and of the trainer with TransferQueue."""
     return run("jackpot:obrs:lam=1.2:c1=2")

@@ -38,7 +38,9 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.utils.losses import ppo_loss
 
-TEMPERATURE, VOCAB, ROWS = 0.8, 24, 6
+TEMPERATURE = 0.8
+VOCAB = 24  # tokens of the tiny models
+ROWS = 6  # responses of the step
 SETTINGS = """
 algorithm: {adv_estimator: grpo, gamma: 1.0, lam: 1.0, use_kl_in_reward: false, rollout_correction: {}}
 data: {apply_chat_template_kwargs: {}, tool_config_path: null}
@@ -81,6 +83,7 @@ class Engine:
     async def generate(self, prompt: dict, sampling_params: SimpleNamespace, **others: Any) -> Any:
         ids, log_probs = list(prompt["prompt_token_ids"]), []
         length = len(ids) + int(torch.randint(3, sampling_params.max_tokens + 1, (), generator=self.random))
+
         while len(ids) < length:
             with torch.no_grad():
                 logits = self.model(torch.tensor([ids])).logits[0, -1] / sampling_params.temperature
@@ -92,6 +95,7 @@ class Engine:
                 entries[int(other)] = SimpleNamespace(logprob=float(value), rank=rank)
             log_probs.append(entries)
             ids.append(token)
+
         answer = SimpleNamespace(
             token_ids=ids[len(prompt["prompt_token_ids"]) :], logprobs=log_probs, finish_reason="stop"
         )
@@ -113,8 +117,8 @@ def server_of_verl(model: Qwen2ForCausalLM, config: Any) -> SimpleNamespace:
     """Return the `generate` of verl's server, from its source: the module itself imports vLLM."""
     path = Path(fsdp.__file__).parents[2] / "rollout" / "vllm_rollout" / "vllm_async_server.py"
     source = ast.parse(path.read_text())
-    [server] = [one for one in source.body if getattr(one, "name", "") == "vLLMHttpServer"]
-    methods = [one for one in server.body if getattr(one, "name", "") == "generate"]
+    [server] = [node for node in source.body if getattr(node, "name", "") == "vLLMHttpServer"]
+    methods = [node for node in server.body if getattr(node, "name", "") == "generate"]
     inside = {
         "Any": Any,
         "Optional": Optional,
@@ -158,7 +162,8 @@ class TinyEngine(fsdp.FSDPEngineWithLMHead):
         self.module, self.mode = model, None
         self.use_ulysses_sp, self.ulysses_sequence_parallel_size = False, 1
         self.ulysses_parallel_group = self.ulysses_device_mesh = None
-        self.pad_to_length = self._is_offload_param = self._is_offload_optimizer = False
+        self.pad_to_length = False
+        self._is_offload_param = self._is_offload_optimizer = False
         self._autocast_dtype = torch.float32
         self.compute_entropy_from_logits = entropy_from_logits
         self.engine_config = SimpleNamespace(
@@ -203,7 +208,8 @@ class TinyWorker(TrainingWorker):
     """verl's worker, without a process group of its own."""
 
     def __init__(self, engine: TinyEngine, loss: Any, use_remove_padding: bool) -> None:
-        self.engine, self.loss_fn, self.device_name = engine, loss, "cpu"
+        self.engine, self.loss_fn = engine, loss
+        self.device_name = "cpu"
         self.engine_config = engine.engine_config
         self.model_config = {"use_remove_padding": use_remove_padding}
         self.profiler = DistProfiler(rank=0, config=None)
@@ -224,8 +230,8 @@ class Store:
             self.rows.setdefault(key, {}).update({name: fields[name][index] for name in list(fields.keys())})
         return KVBatchMeta(keys=keys, tags=[{}] * len(keys))
 
-    async def async_kv_batch_put(self, **given: Any) -> None:
-        self.kv_batch_put(**given)
+    async def async_kv_batch_put(self, **arguments: Any) -> None:
+        self.kv_batch_put(**arguments)
 
     def kv_batch_get(self, keys: list[str], select_fields: list[str] | None = None, **others: Any) -> Any:
         rows = [self.rows[key] for key in keys]
@@ -243,6 +249,7 @@ def two_models() -> tuple[Qwen2ForCausalLM, Qwen2ForCausalLM]:
 
 
 def loop_worker(kind: type, config: DictConfig, sampler: Qwen2ForCausalLM) -> Any:
+    """Make verl's worker of agent loops, whose server samples from a tiny model."""
     worker = object.__new__(kind)
     rollout = config.actor_rollout_ref.rollout
     parts = {"config": config, "rollout_config": rollout, "llm_client": server_of_verl(sampler, rollout)}
@@ -253,12 +260,14 @@ def loop_worker(kind: type, config: DictConfig, sampler: Qwen2ForCausalLM) -> An
 
 
 def training_worker(policy: Qwen2ForCausalLM, use_remove_padding: bool) -> TinyWorker:
+    """Make verl's worker that trains a tiny policy."""
     sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
     loss = partial(ppo_loss, config=FSDPActorConfig(strategy="fsdp", rollout_n=1, **sizes))
     return TinyWorker(TinyEngine(policy), loss, use_remove_padding)
 
 
 def conversations() -> list[list[dict[str, str]]]:
+    """Return prompts of one word and of three, in turns."""
     prompts = [f"w3 w{4 + row} w5" if row % 2 else f"w{4 + row}" for row in range(ROWS)]
     return [[{"role": "user", "content": prompt}] for prompt in prompts]
 
@@ -302,6 +311,7 @@ def step_of_v1(config: DictConfig) -> dict[str, Any]:
     rollout = config.actor_rollout_ref.rollout
     sampling = {"temperature": rollout.temperature, "logprobs": rollout.calculate_log_probs}
     where = {"step": 0, "sample_index": 0, "rollout_n": 0, "validate": False}
+
     for row, prompt in enumerate(conversations()):
         more = {"agent_name": rollout.agent.default_agent_loop, "uid": f"u{row}", "session_id": 0, "global_steps": 0}
         asyncio.run(loop._run_agent_loop(sampling, where, trace=False, raw_prompt=prompt, **more))
@@ -322,6 +332,7 @@ def step_of_v1(config: DictConfig) -> dict[str, Any]:
     )
     trainer.config, trainer.actor_rollout_wg = config, SimpleNamespace(compute_log_prob=compute_log_prob)
     trainer.ref_in_actor, trainer.ref_policy_wg = False, SimpleNamespace(compute_ref_log_prob=compute_log_prob)
+
     batch = KVBatchMeta(keys=list(store.rows), tags=[{}] * ROWS)
     trainer._compute_old_log_prob(batch, {})
     trainer._compute_ref_log_prob(batch, {})  # of the policy itself: it must not ask for Z again
@@ -336,6 +347,7 @@ def main() -> None:
     config = OmegaConf.create(SETTINGS)
     config.algorithm.rollout_correction.rollout_is = rollout_is
     config.merge_with_dotlist(settings)
+
     steps = {"padded": step(config, use_remove_padding=False), "packed": step(config, use_remove_padding=True)}
     steps["v1"] = step_of_v1(config)
     torch.save(steps, out)

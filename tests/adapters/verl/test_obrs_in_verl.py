@@ -17,7 +17,8 @@ from jackpot.core.errors import ConfigError, DataError
 from jackpot.objectives.obrs import ZEstimate
 
 pytestmark = pytest.mark.adapters
-K, LAM, TEMPERATURE = 4, 1.2, 0.8  # of step_of_verl.py and of the correction
+K, TEMPERATURE = 4, 0.8  # of step_of_verl.py: tokens in the sampler's lists
+LAM = 1.2  # of the correction
 
 
 def logits_of(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -50,18 +51,21 @@ def test_weights_are_those_of_correct_and_estimate_z(steps, padding):
     step = steps[padding]
     batch, mask = step["batch"], step["batch"]["response_mask"].bool()
     z, log_probs = by_hand(step)
+
     for name, expected in zip(ZEstimate._fields, z, strict=True):
         torch.testing.assert_close(batch[f"jackpot_z_{name}"][mask], expected[mask], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(batch["old_log_probs"][mask], log_probs.detach()[mask], atol=1e-5, rtol=1e-5)
 
-    given = {"rollout_log_probs": batch["rollout_log_probs"], "target_log_probs": batch["old_log_probs"]}
-    ours = {name: torch.where(mask, tensor, 0.0) for name, tensor in given.items()}
+    columns = {"rollout_log_probs": batch["rollout_log_probs"], "target_log_probs": batch["old_log_probs"]}
+    ours = {name: torch.where(mask, tensor, 0.0) for name, tensor in columns.items()}
     estimate = ZEstimate(*(torch.where(mask, batch[f"jackpot_z_{name}"], 0.0) for name in ZEstimate._fields))
     done = correct("obrs", **ours, response_mask=mask, z=estimate, lam=LAM, c1=2.0)
     assert torch.equal(batch["rollout_is_weights"], (done.weights * done.accept_mask).float())
+
     again = correct("obrs", **ours, response_mask=mask, z=z, lam=LAM, c1=2.0)
     torch.testing.assert_close(batch["rollout_is_weights"], again.weights * again.accept_mask, atol=1e-5, rtol=1e-4)
     assert 0.1 < float(done.accept_mask[mask].mean()) < 0.9 and float(z.value[mask].std()) > 0.02
+
     for name in ("obrs/z", "obrs/z_bound_width", "obrs/acceptance_minus_z", "obrs/kappa"):
         assert step["metrics"][f"jackpot/{name}"] == pytest.approx(float(done.metrics[name]), rel=1e-6)
 
@@ -74,7 +78,9 @@ def test_the_gradient_of_verls_loss_is_that_of_obrs(steps, padding):
     _, log_probs = by_hand(step)
     weight = batch["rollout_is_weights"] * batch["advantages"] * mask
     loss = -(weight * log_probs).sum() / mask.sum()
+
     gradient = torch.autograd.grad(loss, list(step["policy"].parameters()))
+
     assert batch["advantages"][mask].std() > 0.1
     for (name, of_verl), expected in zip(step["gradient"].items(), gradient, strict=True):
         torch.testing.assert_close(of_verl, expected, atol=1e-5, rtol=1e-3, msg=name)
@@ -86,6 +92,7 @@ def test_lists_are_the_samplers_in_the_row_before_each_token(steps):
     with torch.no_grad():
         top = logits_of(steps["padded"]["sampler"], batch).log_softmax(-1).topk(K)
     mask = batch["response_mask"].bool()
+
     assert torch.equal(batch["teacher_ids"][:, before][mask].long(), top.indices[mask])
     torch.testing.assert_close(batch["teacher_logprobs"][:, before][mask], top.values[mask], atol=1e-5, rtol=1e-5)
 
@@ -99,6 +106,7 @@ def test_the_trainer_with_transfer_queue_has_the_same_weights(steps):
         name: torch.stack([torch.nn.functional.pad(row[name], (0, length - len(row[name]))) for row in rows])
         for name in (*named, "rollout_is_weights")
     }
+
     for name in named:
         torch.testing.assert_close(padded[name][mask], batch[name][mask], atol=1e-5, rtol=1e-5, msg=name)
 
@@ -119,14 +127,15 @@ def test_other_corrections_ask_for_no_z(run):
 
 
 def entry(log_prob: float, rank: int) -> SimpleNamespace:
+    """One token in vLLM's answer."""
     return SimpleNamespace(logprob=log_prob, rank=rank)
 
 
 def output(lists: list[np.ndarray], **others: Any) -> SimpleNamespace:
     """An agent loop's output: a tool replied with token 9 between the sampled 5 and 7."""
-    given = {"prompt_ids": [1, 2], "response_ids": [5, 9, 7], "response_mask": [1, 0, 1]}
+    defaults = {"prompt_ids": [1, 2], "response_ids": [5, 9, 7], "response_mask": [1, 0, 1]}
     return SimpleNamespace(
-        **given | {"response_logprobs": [-0.5, 0.0, -3.0]} | others, extra_fields={"jackpot_top": lists}
+        **defaults | {"response_logprobs": [-0.5, 0.0, -3.0]} | others, extra_fields={"jackpot_top": lists}
     )
 
 
@@ -145,6 +154,7 @@ def test_lists_of_several_turns_stand_before_their_tokens(plugin):
     assert got.extra_fields["teacher_ids"].tolist() == [[0, 0], [5, 6], [0, 0], [4, 8], [0, 0]]
     expected = torch.tensor([empty, [-0.5, -1.5], empty, [-0.9, -1.0], empty])
     assert torch.equal(got.extra_fields["teacher_logprobs"], expected)
+
     of_validation = output(first["jackpot_top"])
     plugin.align_top_lists(of_validation, validate=True)
     assert of_validation.extra_fields == {}
@@ -153,9 +163,9 @@ def test_lists_of_several_turns_stand_before_their_tokens(plugin):
 @pytest.mark.parametrize("log_probs", [[-0.5, 0.0, -3.0], [-0.6, 0.0, -3.0]])
 def test_lists_of_other_tokens_are_an_error(plugin, log_probs):
     lists = [np.array([(5, -0.5), (6, -1.5)]), np.array([(4, -0.9), (8, -1.0)])]
-    given = lists if log_probs[0] == -0.6 else lists[:1]
+    lists_of_response = lists if log_probs[0] == -0.6 else lists[:1]
     with pytest.raises(DataError, match="have none or that of another token"):
-        plugin.align_top_lists(output(given, response_logprobs=log_probs), validate=False)
+        plugin.align_top_lists(output(lists_of_response, response_logprobs=log_probs), validate=False)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +183,13 @@ def test_settings_under_which_lists_do_not_arrive_are_an_error(plugin, setting, 
     rollout = {"name": "vllm", "calculate_log_probs": 20}
     config = omegaconf.create({"actor_rollout_ref": {"rollout": rollout, "actor": {"strategy": "fsdp2"}}})
     omegaconf.update(config, "algorithm.rollout_correction.rollout_is", "jackpot:z_only:lam=2")
+
     assert plugin.z_request(config) == {"jackpot_lam": 2.0}
+
     omegaconf.update(config, setting, value)
     with pytest.raises(ConfigError, match=re.escape(setting)):
         plugin.z_request(config)
+
     omegaconf.update(config, "algorithm.rollout_correction.rollout_is", "token")
     assert plugin.z_request(config) == {}
 

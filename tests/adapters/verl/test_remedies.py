@@ -43,6 +43,7 @@ class Refused(NamedTuple):
 
 
 def named(rollout_is: str, remedies: Mapping[str, Settings | None], settings: Settings | None = None) -> Refused:
+    """Make a row of a correction's name that is refused, alone or with other settings."""
     return Refused({NAME: rollout_is} | (settings or {}), remedies)
 
 
@@ -144,14 +145,14 @@ def start(plugin: ModuleType, settings: Settings) -> dict[str, float]:
     With docs/verl.patch, the key `patched`, the trainer asks for Z, which the batch then has.
     """
     omegaconf = import_module("omegaconf").OmegaConf
-    given = [f"{key}={'null' if value is None else value}" for key, value in settings.items() if key != "patched"]
+    overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items() if key != "patched"]
     config = omegaconf.merge(
         {
             "algorithm": {"rollout_correction": of_verl("algorithm/rollout_correction.yaml")},
             "actor_rollout_ref": {"actor": {"strategy": "fsdp"}},
             "trainer": {"use_v1": of_verl("ppo_trainer.yaml").trainer.get("use_v1", False)},
         },
-        omegaconf.from_dotlist(given),
+        omegaconf.from_dotlist(overrides),
     )
     correction = config.algorithm.rollout_correction
     random = torch.Generator().manual_seed(0)
@@ -160,6 +161,7 @@ def start(plugin: ModuleType, settings: Settings) -> dict[str, float]:
 
     if correction.bypass_mode:
         return bypassed(config, rollout, new, advantages, mask)
+
     has_z = settings.get("patched") and plugin.z_request(config)
     columns = {name: torch.full(SHAPE, 0.6) for name in plugin.Z_FIELDS} if has_z else {}
     of_weights = {name: correction[name] for name in ("rollout_is_threshold", "rollout_is_batch_normalize")}
@@ -188,15 +190,17 @@ def bypassed(config: Any, rollout: torch.Tensor, new: torch.Tensor, *others: tor
 
 
 @cache
-def message_of(plugin: ModuleType, number: int) -> str:
+def message_of(plugin: ModuleType, index: int) -> str:
+    """Return what a row of REFUSED is refused with."""
     with pytest.raises(ConfigError) as error:
-        start(plugin, REFUSED[number].settings)
+        start(plugin, REFUSED[index].settings)
     return str(error.value)
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_every_remedy_works(plugin: ModuleType, number: int) -> None:
-    refused, message = REFUSED[number], message_of(plugin, number)
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_every_remedy_works(plugin: ModuleType, index: int) -> None:
+    refused, message = REFUSED[index], message_of(plugin, index)
+
     for remedy, changes in remedies_of(message, refused.remedies):
         expanded = {
             remedy.expand(name): remedy.expand(value) if isinstance(value, str) else value
@@ -219,10 +223,10 @@ def answers(run: Callable[..., Any], patched: Path, steps: dict[str, Any]) -> di
     unpatched = Path(find_spec("verl").submodule_search_locations[0]) / server
     refusals = {"editing_agent": run("jackpot:obrs", editing, fails=True)}
 
-    whole = (patched / "verl" / server).read_text()
+    patched_text = (patched / "verl" / server).read_text()
     (patched / "verl" / server).write_text(unpatched.read_text())
     refusals["vllm_async_server.py"] = run("jackpot:obrs", fails=True)
-    (patched / "verl" / server).write_text(whole)
+    (patched / "verl" / server).write_text(patched_text)
     return refusals
 
 
@@ -240,8 +244,8 @@ def test_a_loop_that_keeps_its_tokens_has_lists(answers: dict[str, str], run: Ca
 
 
 def test_every_refusal_stands_in_a_table(plugin: ModuleType) -> None:
-    said = [message_of(plugin, number) for number in range(len(REFUSED))]
-    unsaid = [text for text in sorted(texts_of([Path(plugin.__file__)])) if not is_provoked(text, said)]
+    messages = [message_of(plugin, index) for index in range(len(REFUSED))]
+    unsaid = [text for text in sorted(texts_of([Path(plugin.__file__)])) if not is_provoked(text, messages)]
     missing = [text for text in unsaid if not text.startswith((*TEXTS, *NOT_HERE))]
     assert not missing, missing
     assert all(any(text.startswith(start) for text in unsaid) for start in (*TEXTS, *NOT_HERE))

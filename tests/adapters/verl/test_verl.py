@@ -42,13 +42,15 @@ def tensors() -> dict[str, Tensor]:
 
 
 def of_verl(proto) -> Tensor:
+    """Return the weights that verl's loss is given."""
     return proto.batch["rollout_is_weights"]
 
 
 def ours(name: str, tensors: dict[str, Tensor], **settings) -> Tensor:
+    """Return the weights of `jackpot.correct`, 0 where a token is rejected."""
     mask = tensors["response_mask"].bool()
-    given = {"rollout_log_probs": tensors["rollout_log_prob"], "target_log_probs": tensors["old_log_prob"]}
-    done = correct(name, **given, response_mask=mask, **settings)
+    log_probs = {"rollout_log_probs": tensors["rollout_log_prob"], "target_log_probs": tensors["old_log_prob"]}
+    done = correct(name, **log_probs, response_mask=mask, **settings)
     return done.weights * done.accept_mask
 
 
@@ -73,17 +75,17 @@ def columns_of_z(plugin: ModuleType) -> dict[str, Tensor]:
     ],
 )
 def test_weights_are_verls_where_it_has_the_same_correction(plugin, tensors, named, level, threshold):
-    found, mask, _ = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=named)
+    proto, mask, _ = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=named)
     theirs, _, _ = plugin._verl_correction(**tensors, rollout_is=level, rollout_is_threshold=threshold)
-    torch.testing.assert_close(of_verl(found), of_verl(theirs), atol=0.0, rtol=1e-5)
+    torch.testing.assert_close(of_verl(proto), of_verl(theirs), atol=0.0, rtol=1e-5)
     assert torch.equal(mask, tensors["response_mask"])
 
 
 @pytest.mark.parametrize("name", RATIOS)
 def test_every_correction_of_the_ratio_has_its_weights(plugin, tensors, name):
-    found, _, metrics = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=f"jackpot:{name}")
-    assert torch.equal(of_verl(found), ours(name, tensors))
-    mask, weights = tensors["response_mask"].bool(), of_verl(found)
+    proto, _, metrics = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is=f"jackpot:{name}")
+    assert torch.equal(of_verl(proto), ours(name, tensors))
+    mask, weights = tensors["response_mask"].bool(), of_verl(proto)
     assert metrics["jackpot/correction/weight"] == pytest.approx(float(weights[mask].mean()), rel=1e-5)
     assert metrics["jackpot/correction/weight_max"] == pytest.approx(float(weights[mask].max()), rel=1e-5)
 
@@ -92,7 +94,7 @@ def test_metrics_stand_before_and_after_masking(plugin, tensors):
     rejection = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_4.0"}
     log_ratio = (tensors["old_log_prob"] - tensors["rollout_log_prob"]).double()
     every, ratio = tensors["response_mask"].bool(), log_ratio.exp()
-    left = every & (-log_ratio >= math.log(0.8)) & (-log_ratio <= math.log(4.0))
+    unrejected = every & (-log_ratio >= math.log(0.8)) & (-log_ratio <= math.log(4.0))
     band, every_one = (ratio >= 0.5) & (ratio <= 1.1), torch.ones_like(every)
     cases = [
         ("jackpot:icepop:high=1.1", {}, ratio * band, band),
@@ -100,15 +102,16 @@ def test_metrics_stand_before_and_after_masking(plugin, tensors):
         ("token", {"rollout_is_threshold": 1.8}, ratio.clamp(max=1.8), every_one),
         (None, {}, torch.ones_like(ratio), every_one),
     ]
+
     for rollout_is, threshold, weight, accepted in cases:
         proto, mask, metrics = plugin.compute_rollout_correction_and_rejection_mask(
             **tensors, rollout_is=rollout_is, **threshold, **rejection
         )
-        assert (proto is None) == (rollout_is is None) and torch.equal(mask.bool(), left)
-        own = plugin._verl_correction(**tensors, **rejection)[2]
-        assert {name: metrics[name] for name in own} == own
-        kept = left & accepted
-        factor = (weight * left)[every]
+        assert (proto is None) == (rollout_is is None) and torch.equal(mask.bool(), unrejected)
+        verl_metrics = plugin._verl_correction(**tensors, **rejection)[2]
+        assert {name: metrics[name] for name in verl_metrics} == verl_metrics
+        kept = unrejected & accepted
+        factor = (weight * unrejected)[every]
         assert 0.2 < kept.sum() / every.sum() < 0.95
         expected = {
             "mismatch/ratio": ratio[every].mean(),
@@ -137,13 +140,15 @@ def test_the_page_names_every_metric_that_the_plug_in_adds(plugin, tensors):
 
 
 def test_tokens_without_a_log_prob_are_left_out_and_counted(plugin, tensors):
-    row, place = tensors["response_mask"].nonzero()[5].tolist()
+    row, position = tensors["response_mask"].nonzero()[5].tolist()
     rollout, old = tensors["rollout_log_prob"].clone(), tensors["old_log_prob"].clone()
-    rollout[row, place], old[0] = torch.nan, -torch.inf
+    rollout[row, position], old[0] = torch.nan, -torch.inf
+
     proto, _, metrics = plugin.compute_rollout_correction_and_rejection_mask(
         old, rollout, tensors["response_mask"], rollout_is="jackpot:tis"
     )
-    assert of_verl(proto)[row, place] == 0.0 and not of_verl(proto)[0].any() and of_verl(proto).isfinite().all()
+
+    assert of_verl(proto)[row, position] == 0.0 and not of_verl(proto)[0].any() and of_verl(proto).isfinite().all()
     assert metrics["jackpot/unusable_tokens"] == pytest.approx(1.0 / int(tensors["response_mask"].sum()))
 
 
@@ -158,12 +163,14 @@ def test_tokens_without_log_probs_alone_have_the_weight_0(plugin, tensors):
 
 def test_the_page_says_of_every_correction_whether_it_can_be_had(plugin, tensors):
     rows = re.findall(r"^\| `(\w+)`.*\| (?:`(jackpot:\S+)`|error: ).*\|$", PAGE, re.MULTILINE)
+
     assert [name for name, _ in rows] == list(dict.fromkeys(name for name, _ in rows))
     assert {name for name, _ in rows} == set(CORRECTIONS)
+
     for name, named in rows:
         if named:
-            given = tensors | columns_of_z(plugin)
-            proto, _, _ = plugin.compute_rollout_correction_and_rejection_mask(**given, rollout_is=named)
+            columns = tensors | columns_of_z(plugin)
+            proto, _, _ = plugin.compute_rollout_correction_and_rejection_mask(**columns, rollout_is=named)
             assert of_verl(proto).isfinite().all()
         else:
             with pytest.raises(ConfigError, match=f"correction {name} "):
@@ -195,14 +202,14 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 tensors = torch.load(sys.argv[1])
 names = {"old_log_prob": "old_log_probs", "rollout_log_prob": "rollout_log_probs", "response_mask": "response_mask"}
-batch = DataProto.from_dict({names[name]: one for name, one in tensors.items()})
+batch = DataProto.from_dict({names[name]: tensor for name, tensor in tensors.items()})
 batch, metrics = compute_rollout_correction_and_add_to_batch(batch, {"rollout_is": "jackpot:coin_only"})
 torch.save(batch.batch["rollout_is_weights"], sys.argv[2])
 print(metrics["jackpot/correction/accepted"])
 """
 
 
-def test_verl_loads_it_by_its_own_variable_alone(plugin, tensors, tmp_path: Path):
+def test_verl_loads_the_plugin_by_its_own_variable_alone(plugin, tensors, tmp_path: Path):
     torch.save(tensors, tmp_path / "in.pt")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment.pop("VERL_USE_EXTERNAL_MODULES", None)
@@ -213,6 +220,7 @@ def test_verl_loads_it_by_its_own_variable_alone(plugin, tensors, tmp_path: Path
         return subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=250)
 
     assert "Invalid rollout_is: jackpot:coin_only" in run().stderr
+
     done = run(VERL_USE_EXTERNAL_MODULES=variable)
     assert done.returncode == 0, done.stderr[-2000:]
     assert torch.equal(torch.load(tmp_path / "out.pt"), ours("coin_only", tensors))
@@ -227,6 +235,7 @@ class Settings(SimpleNamespace):
 
 
 def loss_settings(**more) -> Settings:
+    """Return settings of verl's loss with PPO's clip at 0.8 and 1.28."""
     clips = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1e30}
     return Settings(**clips, loss_agg_mode="token-mean", global_batch_info={}, **more)
 
@@ -243,14 +252,18 @@ def test_verls_loss_with_our_weights_is_our_loss(plugin, tensors):
     proto, mask, _ = plugin.compute_rollout_correction_and_rejection_mask(**tensors, rollout_is="jackpot:coin_only")
     new, advantages = of_policy(tensors)
     old = tensors["old_log_prob"]
+
     loss, _ = algos.compute_policy_loss_vanilla(
         old, new, advantages, mask, "token-mean", loss_settings(), of_verl(proto)
     )
+
     ratio = (new - old).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
     expected = -(ours("coin_only", tensors) * surrogate).sum() / mask.sum()
+
     torch.testing.assert_close(loss, expected)
-    gradient, by_us = (torch.autograd.grad(one, new, retain_graph=True)[0] for one in (loss, expected))
+
+    gradient, by_us = (torch.autograd.grad(value, new, retain_graph=True)[0] for value in (loss, expected))
     torch.testing.assert_close(gradient, by_us)
     assert gradient.any()
 
@@ -261,10 +274,12 @@ def test_verls_bypass_loss_takes_weights_of_the_policy_now(plugin, tensors):
     new, advantages = of_policy(tensors)
     mask, rollout = tensors["response_mask"].bool(), tensors["rollout_log_prob"]
     settings = Settings(rollout_correction={"loss_type": "reinforce", "rollout_is": "jackpot:tis:cap=1.5"})
+
     loss, metrics = algos.compute_policy_loss_bypass_mode(
         rollout, new, advantages, mask, "token-mean", loss_settings(policy_loss=settings)
     )
     [gradient] = torch.autograd.grad(loss, new)
+
     weight = (new.detach() - rollout).exp().clamp(max=1.5)
     torch.testing.assert_close(gradient, torch.where(mask, -weight * advantages, 0.0) / mask.sum())
     assert metrics["jackpot/correction/weight"] == pytest.approx(float(weight[mask].mean()), rel=1e-5)
@@ -275,9 +290,10 @@ def test_replay_reads_what_verls_own_writer_writes(plugin, tensors, tmp_path: Pa
     hint = textwrap.dedent(re.findall(r"(?:^    .*\n)+", FORMAT.how, re.MULTILINE)[-1])
     path = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer" / "ppo" / "ray_trainer.py"
     source = path.read_text()
-    [trainer] = [one for one in ast.parse(source).body if getattr(one, "name", "") == "RayPPOTrainer"]
-    methods = {one.name: one for one in trainer.body if isinstance(one, ast.FunctionDef)}
+    [trainer] = [node for node in ast.parse(source).body if getattr(node, "name", "") == "RayPPOTrainer"]
+    methods = {node.name: node for node in trainer.body if isinstance(node, ast.FunctionDef)}
     logs = textwrap.dedent(ast.get_source_segment(source, methods["_log_rollout_data"], padded=True))
+
     [indent] = re.findall(r"^( *)self\._dump_generations\(", logs, re.MULTILINE)
     logs = logs.replace(f"{indent}self._dump", textwrap.indent(hint, indent) + f"{indent}self._dump")
     inside = {"json": json, "os": os, "DataProto": None, "marked_timer": lambda *a, **k: nullcontext()}
@@ -285,7 +301,7 @@ def test_replay_reads_what_verls_own_writer_writes(plugin, tensors, tmp_path: Pa
     writer = "_write_generations" if "_write_generations" in methods else "_dump_generations"  # since 0.8, before
     exec(textwrap.dedent(ast.get_source_segment(source, methods[writer], padded=True)), inside)
 
-    rows = {name: one[:3] for name, one in tensors.items()}
+    rows = {name: tensor[:3] for name, tensor in tensors.items()}
     batch = {
         "prompts": torch.full((3, 2), 7),
         "responses": torch.arange(3 * SHAPE[1]).view(3, -1),
@@ -306,15 +322,18 @@ def test_replay_reads_what_verls_own_writer_writes(plugin, tensors, tmp_path: Pa
     Batch.batch = batch
     fake = SimpleNamespace(tokenizer=SimpleNamespace(batch_decode=lambda ids, **others: ["a"] * 3), global_steps=4)
     first = ([fake], {}) if writer == "_dump_generations" else ([], {"global_steps": 4})
-    fake._dump_generations = lambda **given: inside[writer](*first[0], **first[1], **given)
+    fake._dump_generations = lambda **arguments: inside[writer](*first[0], **first[1], **arguments)
+
     inside["_log_rollout_data"](fake, Batch(), {}, {}, str(tmp_path))
+
     warnings: list[str] = []
     [file] = FORMAT.files(tmp_path)
     assert FORMAT.recognizes(file, warnings.append)
-    found = list(FORMAT.read(file, warnings.append, []))
-    assert warnings == [] and len(found) == 3
-    for row, one in enumerate(found):
+    responses = list(FORMAT.read(file, warnings.append, []))
+    assert warnings == [] and len(responses) == 3
+
+    for row, response in enumerate(responses):
         mask = batch["response_mask"][row].bool()
-        assert one.token_ids.tolist() == batch["responses"][row].tolist()
-        torch.testing.assert_close(one.rollout_log_probs.float()[mask], batch["rollout_log_probs"][row][mask])
-        torch.testing.assert_close(one.old_log_probs.float()[mask], batch["old_log_probs"][row][mask])
+        assert response.token_ids.tolist() == batch["responses"][row].tolist()
+        torch.testing.assert_close(response.rollout_log_probs.float()[mask], batch["rollout_log_probs"][row][mask])
+        torch.testing.assert_close(response.old_log_probs.float()[mask], batch["old_log_probs"][row][mask])

@@ -25,8 +25,8 @@ from jackpot.analysis.replay.replay import replay
 from jackpot.analysis.replay.stats import SampledColumns, rule_columns
 
 
-def sums(**given: float) -> torch.Tensor:
-    """Sums over 1,000 tokens, given means; unless given, of the policy's own rollouts."""
+def sums(**changes: float) -> torch.Tensor:
+    """Sums over 1,000 tokens, of the policy's own rollouts but for the means that change."""
     means = {
         "tokens": 1.0,
         "factor": 1.0,
@@ -36,12 +36,13 @@ def sums(**given: float) -> torch.Tensor:
         "elsewhere": 0.0,
         "overlap": 1.0,
     }
-    return 1000.0 * torch.tensor([(means | given)[name] for name in COLUMNS], dtype=torch.float64)
+    return 1000.0 * torch.tensor([(means | changes)[name] for name in COLUMNS], dtype=torch.float64)
 
 
-def candidate(label: str, rows: torch.Tensor | None = None, **given: float) -> JudgedCorrection:
+def candidate(label: str, rows: torch.Tensor | None = None, **changes: float) -> JudgedCorrection:
+    """A judged correction, of the name and the mask in its label; all groups have the same sums, or those of `rows`."""
     name, _, mask = label.partition(" ")
-    groups = sums(**given).expand(GROUPS, -1) if rows is None else rows
+    groups = sums(**changes).expand(GROUPS, -1) if rows is None else rows
     settings = {"mask": mask} if mask else {}
     return JudgedCorrection(
         name=name, label=label, settings=settings, advisable=True, is_whole=False, known=1.0, groups=groups
@@ -49,11 +50,11 @@ def candidate(label: str, rows: torch.Tensor | None = None, **given: float) -> J
 
 
 def test_the_three_means_are_those_of_the_formula():
-    found = worth_of(sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2))
-    assert [float(value) for value in found] == pytest.approx([0.9, 0.05, 0.2])
-    assert float(found.of_tokens) == pytest.approx(0.9 * 0.81) and float(found.value) == pytest.approx(
-        0.9 * 0.81 * 0.64
-    )
+    worth = worth_of(sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2))
+
+    assert [float(value) for value in worth] == pytest.approx([0.9, 0.05, 0.2])
+    assert float(worth.of_tokens) == pytest.approx(0.9 * 0.81)
+    assert float(worth.value) == pytest.approx(0.9 * 0.81 * 0.64)
     assert float(worth_of(sums(wrong=0.6)).value) == 0.0
     assert float(worth_of(sums(factor=0.0, square=0.0, trained=0.0)).value) == 0.0
 
@@ -61,27 +62,31 @@ def test_the_three_means_are_those_of_the_formula():
 def test_a_share_is_worth_the_sums_of_both_models_rollouts():
     """Of the policy's own rollouts F is 1, and nothing is wrong or elsewhere."""
     theirs = sums(factor=0.8, square=0.75, wrong=0.1, trained=0.8, elsewhere=0.25)
+
     for share in (0.0, 0.3, 1.0):
         together = share * theirs + (1.0 - share) * sums()
         mixed = worth_of(together)
-        found = worth_of(theirs, share)
-        assert float(found.effective) == pytest.approx(float(mixed.effective))
-        assert float(found.gap) == pytest.approx(float(mixed.gap))
+        worth = worth_of(theirs, share)
+        assert float(worth.effective) == pytest.approx(float(mixed.effective))
+        assert float(worth.gap) == pytest.approx(float(mixed.gap))
         weight = share * 0.8 / (share * 0.8 + 1.0 - share)
-        assert float(found.elsewhere) == pytest.approx(weight * 0.25)
+        assert float(worth.elsewhere) == pytest.approx(weight * 0.25)
 
 
 def test_the_share_elsewhere_is_the_variation_of_later_states(tmp_path: Path):
     """Responses of two tokens: no prefix differs at the first, and at the second those of one token do."""
     path = write(tmp_path / "two.jsonl", records(noise(0.8), responses=1100, length=2))
-    found = replay(path, names=["none", "prefix"])
-    none = next(one for one in found.answer.candidates if one.label == "none")
-    expected = estimate(
-        lambda one: (1.0 - one[..., 6] / one[..., 0]) / 2.0, none.groups
-    )  # half of the mean TV of a token
+
+    result = replay(path, names=["none", "prefix"])
+    none = next(judged for judged in result.answer.candidates if judged.label == "none")
+
+    # half of the mean TV of a token
+    expected = estimate(lambda rows: (1.0 - rows[..., 6] / rows[..., 0]) / 2.0, none.groups)
+
     assert none.elsewhere.value == pytest.approx(expected.value, abs=4.0 * none.elsewhere.error)
     assert 0.005 > none.elsewhere.error > 0.001 and expected.value > 0.1
-    prefix = next(one for one in found.answer.candidates if one.label == "prefix low=1 high=1")
+
+    prefix = next(judged for judged in result.answer.candidates if judged.label == "prefix low=1 high=1")
     assert prefix.elsewhere.value < 0.7 * none.elsewhere.value  # it weighs states by R_t, within its band
 
 
@@ -90,8 +95,8 @@ def test_states_are_weighed_by_their_share_of_all_weights():
     mask = torch.tensor([[True, True, True, False]])
     scale, prefixes = (torch.tensor([row], dtype=torch.float64) for row in ([0.6, 1.0, 0.2, 9.0], [1.0, 0.5, 2.0, 0.0]))
     ones = torch.ones_like(scale)
-    found = rule_columns(SampledColumns(ones, 2.0 * ones, 3.0 * ones, 4.0 * ones), scale, prefixes, 0.5 * ones, mask)
-    assert found.tolist() == [pytest.approx([3.0, 3.0, 6.0, 9.0, 12.0, 5.0 / 3.0 - 0.5, 1.5])]
+    columns = rule_columns(SampledColumns(ones, 2.0 * ones, 3.0 * ones, 4.0 * ones), scale, prefixes, 0.5 * ones, mask)
+    assert columns.tolist() == [pytest.approx([3.0, 3.0, 6.0, 9.0, 12.0, 5.0 / 3.0 - 0.5, 1.5])]
 
 
 def test_the_standard_error_is_the_spread_over_repeated_draws():
@@ -107,18 +112,21 @@ def test_the_standard_error_is_the_spread_over_repeated_draws():
             0, torch.arange(200) % GROUPS, rows * lengths[:, None]
         )
 
-    found = [estimate(lambda one: worth_of(one).effective, draw()) for _ in range(200)]
-    spread = torch.tensor([one.value for one in found]).std()
-    assert sum(one.error for one in found) / 200 == pytest.approx(float(spread), rel=0.15)
+    estimates = [estimate(lambda rows: worth_of(rows).effective, draw()) for _ in range(200)]
+    spread = torch.tensor([estimated.value for estimated in estimates]).std()
+    assert sum(estimated.error for estimated in estimates) / 200 == pytest.approx(float(spread), rel=0.15)
+
     alone = torch.zeros(GROUPS, 7, dtype=torch.float64)
     alone[3] = sums()
-    assert estimate(lambda one: worth_of(one).value, alone).error is None
+    assert estimate(lambda rows: worth_of(rows).value, alone).error is None
 
 
 def test_ties_go_to_simpler_corrections_and_expected_masks():
     gap = {"wrong": 0.1}
+
     assert choose([candidate("none", **gap), candidate("tis"), candidate("obrs expected")]).label == "tis"
     assert choose([candidate("none", wrong=0.005), candidate("tis")]).label == "none"
+
     masks = [candidate("obrs sampled"), candidate("obrs expected")]
     assert choose(masks).label == choose(masks[::-1]).label == "obrs expected"
     assert choose([candidate("tis", square=1.1), candidate("obrs expected")]).label == "obrs expected"
@@ -130,6 +138,7 @@ def test_a_difference_by_chance_is_a_tie():
     chance = torch.randn(GROUPS, generator=generator, dtype=torch.float64)
     chance -= chance.mean()
     best = candidate("tis")
+
     for noise_of, label in ((0.0, "tis"), (0.3, "none")):
         rows = sums(wrong=0.05).repeat(GROUPS, 1)
         rows[:, 3] += 1000.0 * noise_of * chance
@@ -139,11 +148,14 @@ def test_a_difference_by_chance_is_a_tie():
 def test_shares_and_drafts_cost_their_tokens_over_their_worth():
     rows = sums(factor=0.9, square=0.9, wrong=0.045, trained=0.9, elsewhere=0.2, overlap=0.8).expand(GROUPS, -1)
     costs = Costs(flops=0.2, weights=0.1)
-    half, own = mixed_generation(0.5, rows, costs), mixed_generation(0.0, rows, costs)
+
+    half, alone = mixed_generation(0.5, rows, costs), mixed_generation(0.0, rows, costs)
     worth = float(worth_of(rows.sum(0), 0.5).value)
+
     assert half.worth.value == pytest.approx(worth) and half.flops.value == pytest.approx(0.6 / worth)
     assert half.weights.value == pytest.approx(0.55 / worth) and half.flops.value > half.flops_any_state.value
-    assert (own.worth.value, own.flops.value, own.label) == (1.0, 1.0, "the policy alone")
+    assert (alone.worth.value, alone.flops.value, alone.label) == (1.0, 1.0, "the policy alone")
+
     drafts = drafted_generation(rows, costs)
     tokens = {k: (1 - 0.8 ** (k + 1)) / 0.2 for k in range(1, 9)}
     assert drafts.drafts == min(tokens, key=lambda k: (1 + 0.1 * k) / tokens[k])
@@ -153,11 +165,12 @@ def test_shares_and_drafts_cost_their_tokens_over_their_worth():
 
 def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
     def advice(elsewhere: float) -> Recommendation:
-        given = {"elsewhere": elsewhere, "overlap": 0.9}
-        those = [candidate("none", wrong=0.1, **given), candidate("tis", square=1.1, **given)]
+        common = {"elsewhere": elsewhere, "overlap": 0.9}
+        those = [candidate("none", wrong=0.1, **common), candidate("tis", square=1.1, **common)]
         return judge(those, "some tokens", Costs(flops=0.2, weights=0.2))
 
     near, far = advice(0.1), advice(0.7)
+
     assert near.correction == "tis" and list(near.lines) == [
         "Use",
         "After tis",
@@ -165,6 +178,7 @@ def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
         "With 7 drafts a pass",
         "Judged on",
     ]
+
     cheapest = near.lines["Cheapest mix"]
     assert cheapest.startswith(
         "let the rollout model generate everything; equal progress takes 27% (95 % CI 27% to 27%)"
@@ -173,8 +187,10 @@ def test_the_advice_names_the_cheapest_way_and_what_it_rests_on():
     assert near.lines["With 7 drafts a pass"].startswith(
         "speculative decoding takes 58% fewer weight reads and 69% more FLOPs"
     )
+
     cheapest = far.lines["Cheapest mix"]
     assert cheapest.startswith("let the policy generate everything") and cheapest.endswith("generate everything, 22%")
+
     assert judge([candidate("none")], "some tokens").generation == ()
     assert judge([], "no tokens").verdict == "cannot tell"
     assert Estimate(0.5, math.nan).text == "0.50" and Estimate(0.5, 0.123).text == "0.50 ± 0.12"

@@ -1,4 +1,4 @@
-"""Which runs a comparison stops."""
+"""A comparison stops a run that has collapsed, unless its plan says otherwise."""
 
 from pathlib import Path
 

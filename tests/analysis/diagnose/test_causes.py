@@ -22,16 +22,20 @@ from research.doctor.cases import CASES
 
 @pytest.fixture(scope="module")
 def config() -> Config:
+    """Settings of a run with 512 problems and two steps an iteration."""
     return small_config("evaluation.problems=512", "batch.mini_batch_size=8")
 
 
 def test_sparse_rewards_are_no_finding_in_a_run_that_learns(config: Config) -> None:
     sparse = {"reward/all_wrong": 0.95}
+
     assert diagnose(history(sparse, since=1), [], config).verdict == "no finding"
+
     flat = [
         line | ({"eval/policy_accuracy": 0.4} if "eval/policy_accuracy" in line else {}) for line in history(sparse, 1)
     ]
-    assert [one.metric for one in diagnose(flat, [], config).findings] == ["eval/policy_accuracy"]
+    assert [finding.metric for finding in diagnose(flat, [], config).findings] == ["eval/policy_accuracy"]
+
     rare = [line | ({"reward/all_wrong": 0.995} if line["iteration"] else {}) for line in flat]
     assert diagnose(rare, [], config).findings[0].metric == "reward/all_wrong"
 
@@ -52,23 +56,26 @@ def test_what_falls_at_once_fell_from_the_start(config: Config) -> None:
 
 
 def test_engines_that_keep_old_weights_began_right(config: Config) -> None:
-    for since, what in ((10, "goes on with old weights"), (1, "give the same tokens")):
+    for since, phrase in ((10, "goes on with old weights"), (1, "give the same tokens")):
         [finding] = diagnose(history({"mismatch/engine_gap": 0.1}, since=since), [], config).findings
-        assert what in finding.explanation
+        assert phrase in finding.explanation
 
 
 def test_responses_cut_from_the_start_are_a_cause(config: Config) -> None:
     """But not where cut ones earn, nor where the policy becomes better: it learns from the others, as SmolLM2 does."""
     cut = {"response/truncated": 1.0, "eval/policy_accuracy": 0.43}
     [finding] = diagnose(history(cut, since=1), [], config).findings
+
     assert finding.group == "data"
+
     for harmless in ({"saved/cut_earn": 0.5}, {"eval/policy_accuracy": 0.7}):
         assert diagnose(history(cut | harmless, since=1), [], config).findings == ()
+
     [grown] = diagnose(history({"response/truncated": 0.5}), [], config).findings  # it was right at the start
     assert grown.group == "length"
 
 
-def test_longer_responses_that_the_reward_pays_for(config: Config) -> None:
+def test_longer_responses_are_a_cause_if_the_reward_pays(config: Config) -> None:
     longer = {"response/tokens": 15.0, "saved/length_reward": 0.9, "eval/policy_accuracy": 0.43}
     [finding] = diagnose(history(longer), [], config).findings
     assert finding.metric == "response/tokens" and "pays for length" in finding.explanation
@@ -83,14 +90,16 @@ def test_models_are_swapped_where_the_dearer_one_is_better(config: Config) -> No
     lines[0] |= {"eval/rollout_model_accuracy": 0.5}
     for line in lines[1:]:
         line |= {"eval/rollout_model_accuracy": 0.5} if "eval/policy_accuracy" in line else {}
+
     [finding] = diagnose(lines, [], config).findings
+
     assert "swapped" in finding.explanation
     assert diagnose([line | {"flops/train": 7.0} for line in lines], [], config).findings == ()
 
 
-def test_a_clip_that_never_acts_though_the_policy_moves(config: Config) -> None:
+def test_a_clip_that_never_acts_while_the_policy_moves_is_found(config: Config) -> None:
     far = {"policy/approx_kl_k3": 0.01, "policy/clip_frac": 0.0}
-    assert [one.metric for one in diagnose(history(far), [], config).findings] == ["policy/clip_frac"]
+    assert [finding.metric for finding in diagnose(history(far), [], config).findings] == ["policy/clip_frac"]
     assert diagnose(history(far | {"policy/clip_frac": 0.01}), [], config).findings == ()
     assert diagnose(history(far), [], small_config("objective.clip_low=null")).findings == ()
 
@@ -106,10 +115,11 @@ def test_a_phase_that_takes_far_longer_once_is_a_finding(config: Config) -> None
     for seconds, times in ((13.0, 6.5), (10.0, None), (11.5, None)):
         lines = history()
         lines[40] |= {"seconds/rollout": seconds}
-        found = diagnose(lines, [], config).findings
-        assert [(one.metric, one.since, one.now) for one in found] == (
+        findings = diagnose(lines, [], config).findings
+        assert [(finding.metric, finding.since, finding.now) for finding in findings] == (
             [("seconds/slowest", 40, pytest.approx(times, rel=0.05))] if times else []
         )
+
     lines[40] |= {"seconds/rollout": 60.0}
     assert diagnose(lines, [{"event": "engine_check", "iteration": 40}], config).findings == ()  # a start warms up
 
@@ -133,7 +143,7 @@ def test_saved_rollouts_of_a_sound_run_show_nothing(finished_run: FinishedRuns) 
     assert [first[name] for name in zero] == [0.0] * 4 and first["saved/commonest"] < 0.7
 
 
-LIES = {
+LIES = {  # what makes a metric of saved rollouts bad: their other columns
     "saved/ambiguous_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
     "saved/repeated_prompts": lambda now: {"prompt_ids": [[5, 6] for _ in now["prompt_ids"]]},
     "saved/commonest": lambda now: {"response": ["7" for _ in now["response"]]},
@@ -141,7 +151,7 @@ LIES = {
     "saved/right_earn": lambda now: {"reward": [1.0 - reward for reward in now["reward"]]},
     "saved/length_reward": lambda now: {"reward": [float(len(row)) for row in now["token_ids"]]},
 }
-SHOWN = {"saved/repeated_prompts": 0.75, "saved/right_earn": -1.0}
+SHOWN = {"saved/repeated_prompts": 0.75, "saved/right_earn": -1.0}  # what a metric then is, where not 1
 
 
 @pytest.mark.parametrize("name", LIES)
@@ -161,7 +171,7 @@ def test_held_out_problems_that_are_trained_on_are_seen(finished_run: FinishedRu
 
 
 def test_an_engine_that_does_not_come_back_is_dead(config: Config) -> None:
-    lost, back = ({"event": f"peer_{what}", "iteration": 98} for what in ("lost", "back"))
+    lost, back = ({"event": f"peer_{state}", "iteration": 98} for state in ("lost", "back"))
     assert diagnose(history(), [lost, back], config).findings == ()
     assert diagnose(history(), 3 * [lost, back], config).findings[0].metric == "events/peer_lost"
     [finding] = diagnose(history(), [lost], config).findings
@@ -194,5 +204,5 @@ def test_rewards_that_rise_while_answers_get_worse_pay_otherwise(config: Config)
 def test_real_runs_are_diagnosed_right(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     doctor.in_a_process(case, 3, tmp_path / "case", ["iterations=20", "evaluation.every=10"])
-    found = doctor.judge(tmp_path / "case" / "run")
-    assert doctor.is_right(case, found), found.summary
+    diagnosis = doctor.judge(tmp_path / "case" / "run")
+    assert doctor.is_right(case, diagnosis), diagnosis.summary

@@ -9,6 +9,7 @@ CONFIG = small_config("evaluation.problems=512")
 
 
 def evaluations(*accuracies: float) -> list[dict]:
+    """Lines of metrics.jsonl with an evaluation every ten iterations."""
     return [
         {"iteration": 10 * index, "eval/policy_accuracy": value, "eval/policy_accuracy_stderr": 0.02}
         for index, value in enumerate(accuracies)
@@ -29,9 +30,9 @@ def test_a_run_that_learns_or_recovers_has_not_collapsed(accuracies) -> None:
 
 
 def test_two_evaluations_below_half_of_the_best_are_a_collapse() -> None:
-    found = collapse_of(evaluations(0.4, 0.6, 0.29, 0.1, 0.5), [], CONFIG)
-    assert (found.iteration, found.accuracy, found.best) == (20, 0.29, 0.6)
-    assert "29.0% right at iteration 20, after 60.0%" in found.why
+    collapse = collapse_of(evaluations(0.4, 0.6, 0.29, 0.1, 0.5), [], CONFIG)
+    assert (collapse.iteration, collapse.accuracy, collapse.best) == (20, 0.29, 0.6)
+    assert "29.0% right at iteration 20, after 60.0%" in collapse.why
 
 
 def test_the_best_is_not_raised_by_the_fall() -> None:
@@ -41,8 +42,8 @@ def test_the_best_is_not_raised_by_the_fall() -> None:
 
 def test_a_run_that_stopped_itself_has_collapsed_there() -> None:
     events = [{"event": "skipped_step", "iteration": 3}, {"event": "stopped", "iteration": 12, "why": "NaN"}]
-    found = collapse_of(evaluations(0.4, 0.5), events, CONFIG)
-    assert (found.iteration, found.accuracy, found.best, found.why) == (12, 0.5, 0.5, "stopped itself: NaN")
+    collapse = collapse_of(evaluations(0.4, 0.5), events, CONFIG)
+    assert (collapse.iteration, collapse.accuracy, collapse.best, collapse.why) == (12, 0.5, 0.5, "stopped itself: NaN")
 
 
 def test_the_first_sign_is_the_finding_that_began_first() -> None:
@@ -51,6 +52,8 @@ def test_the_first_sign_is_the_finding_that_began_first() -> None:
     lines = [line | quiet for line in lines]
     lines += [{"iteration": n, "mismatch/kl_rollout_policy": 0.1, "mismatch/ess": 0.9} for n in range(40, 50)]
     lines += [{"iteration": n, "mismatch/kl_rollout_policy": 0.9, "mismatch/ess": 0.9} for n in range(50, 80)]
-    found = collapse_of(lines, [], CONFIG)
-    assert found.first_sign.startswith(("eval/policy_accuracy since", "mismatch/kl_rollout_policy since"))
+
+    collapse = collapse_of(lines, [], CONFIG)
+
+    assert collapse.first_sign.startswith(("eval/policy_accuracy since", "mismatch/kl_rollout_policy since"))
     assert collapse_of(evaluations(0.4, 0.6, 0.1, 0.05), [], CONFIG).first_sign == "eval/policy_accuracy since 20"

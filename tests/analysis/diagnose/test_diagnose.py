@@ -95,6 +95,7 @@ ALSO = {"eval/rollout_model_accuracy": {"eval/policy_accuracy"}}  # rules that f
 
 @pytest.fixture(scope="module")
 def config() -> Config:
+    """Settings with which most rules apply: 512 problems, two steps an iteration, and groups chosen by rewards."""
     plain = small_config("evaluation.problems=512", "batch.mini_batch_size=8")
     return plain.model_copy(
         update={"batch": plain.batch.model_copy(update={"filter_groups": FilterGroupsConfig(max_num_gen_batches=10)})}
@@ -102,8 +103,8 @@ def config() -> Config:
 
 
 def test_a_healthy_run_with_a_wild_iteration_has_no_finding(config: Config) -> None:
-    found = diagnose(history(), [{"event": "skipped_step", "iteration": 3}], config)
-    assert (found.verdict, found.findings, found.iteration) == ("no finding", (), ITERATIONS)
+    diagnosis = diagnose(history(), [{"event": "skipped_step", "iteration": 3}], config)
+    assert (diagnosis.verdict, diagnosis.findings, diagnosis.iteration) == ("no finding", (), ITERATIONS)
 
 
 def test_a_wild_newest_iteration_is_no_alarm(config: Config) -> None:
@@ -115,10 +116,12 @@ def test_a_wild_newest_iteration_is_no_alarm(config: Config) -> None:
 @pytest.mark.parametrize("name", RULE_NAMES)
 def test_a_rule_fires_where_it_is_broken_and_nowhere_else(name: str, config: Config) -> None:
     config = small_config(*WITH[name]) if name in WITH else config
-    found = diagnose(history(BROKEN[name]), [], config)
-    assert found.verdict == "unhealthy"
-    assert {finding.metric for finding in found.findings} == {name} | ALSO.get(name, set())
-    finding = next(finding for finding in found.findings if finding.metric == name)
+    diagnosis = diagnose(history(BROKEN[name]), [], config)
+
+    assert diagnosis.verdict == "unhealthy"
+    assert {finding.metric for finding in diagnosis.findings} == {name} | ALSO.get(name, set())
+
+    finding = next(finding for finding in diagnosis.findings if finding.metric == name)
     # a median of 10 has moved on after 5 or 6 broken ones
     assert BROKEN_FROM <= finding.since <= BROKEN_FROM + 6
     assert (finding.now > finding.limit) == (finding.side == "above")
@@ -132,8 +135,8 @@ def test_what_is_over_is_no_finding(name: str, config: Config) -> None:
 
 @pytest.mark.parametrize("name", ["stopped", "corrupt_checkpoint"])
 def test_an_event_is_a_finding_even_without_its_line(name: str, config: Config) -> None:
-    found = diagnose(history(), [{"event": name, "iteration": ITERATIONS + 1}], config)
-    assert [(finding.metric, finding.since) for finding in found.findings] == [(f"events/{name}", ITERATIONS + 1)]
+    diagnosis = diagnose(history(), [{"event": name, "iteration": ITERATIONS + 1}], config)
+    assert [(finding.metric, finding.since) for finding in diagnosis.findings] == [(f"events/{name}", ITERATIONS + 1)]
 
 
 def test_since_is_where_the_last_stay_beyond_the_limit_began(config: Config) -> None:
@@ -151,14 +154,18 @@ def test_unhealthy_from_the_start_is_since_the_first_iteration(config: Config) -
 
 def test_causes_stand_before_their_symptoms(config: Config) -> None:
     groups = [GROUPS.index(rule.group) for rule in RULES]
+
     assert groups == sorted(groups)
+
     names = ["response/truncated", "eval/policy_accuracy", "correction/clip_frac", "mismatch/kl_rollout_policy"]
     names += ["reward/frac_zero_std", "mismatch/engine_gap"]
     broken = {metric: value for name in names for metric, value in BROKEN[name].items()}
-    found = diagnose(history(broken), [], config)
-    assert [finding.metric for finding in found.findings] == names[::-1]
-    assert "mismatch/engine_gap is 0.002, above the limit of 0.001" in found.summary
-    assert "may follow from it: reward/frac_zero_std, mismatch/kl_rollout_policy" in found.summary
+
+    diagnosis = diagnose(history(broken), [], config)
+
+    assert [finding.metric for finding in diagnosis.findings] == names[::-1]
+    assert "mismatch/engine_gap is 0.002, above the limit of 0.001" in diagnosis.summary
+    assert "may follow from it: reward/frac_zero_std, mismatch/kl_rollout_policy" in diagnosis.summary
 
 
 def test_bf16_may_round_more(config: Config) -> None:
@@ -184,13 +191,14 @@ def test_the_gap_of_two_models_has_the_larger_limit() -> None:
     ]
     lines = history({"mismatch/engine_gap": 1e-2})
     evaluated = {f"eval/{model}_engine_gap": gap for model, gap in (("policy", 2e-3), ("rollout_model", 2e-5))}
+
     for settings in (draft, (draft[0], "evaluation.engine={name: transformers, draft: {tokens: 3, lam: 0.7}}")):
         config = small_config(*settings)
         assert diagnose(lines, checked, config).verdict == "no finding"
         [finding] = diagnose(lines, checked[1:], config).findings
         assert finding.metric == "mismatch/engine_gap"
-        found = {one.metric: one.limit for one in diagnose(history(evaluated), checked, config).findings}
-        assert found == {"eval/policy_engine_gap": 1e-3, "eval/rollout_model_engine_gap": 1e-5}
+        limits = {finding.metric: finding.limit for finding in diagnose(history(evaluated), checked, config).findings}
+        assert limits == {"eval/policy_engine_gap": 1e-3, "eval/rollout_model_engine_gap": 1e-5}
 
 
 @pytest.mark.parametrize("ratio", [0.8, 1.2])
@@ -202,23 +210,26 @@ def test_the_gap_of_two_models_has_the_larger_limit() -> None:
 def test_a_mean_ratio_is_a_bug_only_where_no_mass_can_be_missing(
     config: Config, ratio: float, elsewhere: dict[str, float], is_a_bug: bool
 ) -> None:
-    found = diagnose(history({"mismatch/ratio": ratio} | elsewhere), [], config).findings
-    assert [finding.metric for finding in found] == (["mismatch/ratio"] if is_a_bug else [])
+    findings = diagnose(history({"mismatch/ratio": ratio} | elsewhere), [], config).findings
+    assert [finding.metric for finding in findings] == (["mismatch/ratio"] if is_a_bug else [])
 
 
 def test_acceptance_and_z_may_differ_by_chance_and_bounds_of_z(config: Config) -> None:
     """4 standard errors of the mean of 20 iterations are 4 * 0.004 / sqrt(20) = 0.00358, the bounds 0.00004 apart."""
     fair = config.model_copy(update={"batch": small_config().batch})
 
-    def found(**changes: float) -> list[str]:
+    def findings(**changes: float) -> list[str]:
         broken = {f"obrs/{name}": value for name, value in changes.items()}
         return [finding.metric for finding in diagnose(history(broken, since=1), [], fair).findings]
 
-    assert found(acceptance_minus_z=0.0035, acceptance_minus_z_stderr=0.004) == []
-    assert found(acceptance_minus_z=-0.0035, acceptance_minus_z_stderr=0.004) == []
+    assert findings(acceptance_minus_z=0.0035, acceptance_minus_z_stderr=0.004) == []
+    assert findings(acceptance_minus_z=-0.0035, acceptance_minus_z_stderr=0.004) == []
+
     for gap in (0.0037, -0.0037):
-        assert found(acceptance_minus_z=gap, acceptance_minus_z_stderr=0.004) == ["obrs/acceptance_error"]
-    assert found(acceptance_minus_z=0.0037, acceptance_minus_z_stderr=0.004, z_bound_width=0.001) == []
+        assert findings(acceptance_minus_z=gap, acceptance_minus_z_stderr=0.004) == ["obrs/acceptance_error"]
+
+    assert findings(acceptance_minus_z=0.0037, acceptance_minus_z_stderr=0.004, z_bound_width=0.001) == []
+
     chosen = history({"obrs/acceptance_minus_z": 0.5}, since=1)
     assert diagnose(chosen, [], config).verdict == "no finding"  # groups were chosen by their rewards
     assert diagnose(chosen[:5], [], fair).findings == ()  # fewer than 5 iterations
@@ -227,18 +238,25 @@ def test_acceptance_and_z_may_differ_by_chance_and_bounds_of_z(config: Config) -
 def test_a_quantized_engine_asks_for_a_correction(config: Config) -> None:
     engine = config.engine.model_copy(update={"quantization": "int8_w8a8"})
     quantized = config.model_copy(update={"engine": engine})
+
     assert diagnose(history({"mismatch/engine_gap": 0.009}), [], quantized).verdict == "no finding"
+
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], quantized).findings
     assert (finding.group, finding.limit) == ("precision", 0.02)
     assert "objective.correction=tis" in finding.suggestion
+
     [finding] = diagnose(history({"mismatch/engine_gap": 0.05}), [], config).findings
     assert (finding.group, finding.limit) == ("bug", 0.001)
 
 
 def learning(lines: list[dict], config: Config) -> list[tuple[str, str, str]]:
     """Group, metric and first words of the findings about learning."""
-    found = diagnose(lines, [], config).findings
-    return [(one.group, one.metric, one.explanation.split(":")[0]) for one in found if one.metric in LEARNING]
+    findings = diagnose(lines, [], config).findings
+    return [
+        (finding.group, finding.metric, finding.explanation.split(":")[0])
+        for finding in findings
+        if finding.metric in LEARNING
+    ]
 
 
 @pytest.mark.parametrize("measure", ["accuracy", "reward"])
@@ -252,8 +270,10 @@ def test_a_run_whose_evaluations_do_not_rise_learned_nothing(measure: str, confi
 
 def test_a_run_may_have_learned_nothing_before_30_iterations(config: Config) -> None:
     flat = evaluated(0.4, 0.4, 0.4, 0.4)
+
     assert learning(flat, config) and learning(flat[:30], config) == []
     assert "not known: the newest evaluation is within chance" in diagnose(flat[:30], [], config).summary
+
     warm = small_config("batch.mini_batch_size=8", "policy.optimizer.warmup_steps=60")  # 2 steps an iteration
     assert learning(flat, warm) == [] and learning(evaluated(*7 * [0.4]), warm)
     assert learning(evaluated(*4 * [0.99]), config) == []  # there is nothing left to learn
@@ -262,16 +282,22 @@ def test_a_run_may_have_learned_nothing_before_30_iterations(config: Config) -> 
 def test_answers_are_read_first_where_none_was_ever_right(config: Config) -> None:
     never = {"reward/all_wrong": 1.0, "reward/mean": 0.0}
     lines = [line | (never if line["iteration"] else {}) for line in evaluated(0.0, 0.0, 0.0, 0.0, error=0.004)]
-    found = diagnose(lines, [], config)
-    assert [one.metric for one in found.findings] == ["reward/mean", "reward/all_wrong", "eval/policy_accuracy"]
-    assert "never had a reward" in found.summary and "First: read answers (`jackpot sample RUN`)" in found.summary
+    diagnosis = diagnose(lines, [], config)
+
+    assert [finding.metric for finding in diagnosis.findings] == [
+        "reward/mean",
+        "reward/all_wrong",
+        "eval/policy_accuracy",
+    ]
+    assert "never had a reward" in diagnosis.summary
+    assert "First: read answers (`jackpot sample RUN`)" in diagnosis.summary
 
 
 def test_a_fall_right_after_the_start_is_of_the_learning_rate(config: Config) -> None:
     lines = evaluated(0.4, 0.31, 0.3)
     assert [group for group, _, _ in learning(lines, config)] == ["learning"]
-    found = diagnose(lines, [], config)
-    assert found.findings[0].since == 10 and "First: lower policy.optimizer.learning_rate." in found.summary
+    diagnosis = diagnose(lines, [], config)
+    assert diagnosis.findings[0].since == 10 and "First: lower policy.optimizer.learning_rate." in diagnosis.summary
     assert learning(evaluated(0.4, 0.35), config) == []  # 0.057 are two standard errors
 
 
@@ -294,19 +320,25 @@ def test_training_rewards_speak_where_evaluations_do_not(config: Config) -> None
     lines = evaluated(*5 * [0.4])
     for line in lines[1:]:
         line |= {"eval/policy_accuracy": None, "reward/mean": 0.4 + 0.02 * math.sin(line["iteration"])}
+
     assert learning(lines, config) == [("models", "reward/mean", "the run has learned nothing")]
     assert "the run has 1 evaluation, and 2 are needed" in diagnose(lines[:20], [], config).summary
+
     for setting in ("rollout_model.optimizer=null", "rollout_model.share=0.5"):
         assert learning(lines, small_config(setting)) == []
+
     for line in lines[30:]:
         line["reward/mean"] = 0.5
     assert learning(lines, config) == []
+
     for line in lines[30:]:
         line["reward/mean"] = 0.1
     assert [group for group, _, _ in learning(lines, config)] == ["learning"]
+
     for line in lines[1:]:  # a level is 8 standard errors below the best, and above half of it
         line["reward/mean"] = 0.4 if line["iteration"] < 20 else 0.5 if line["iteration"] < 30 else 0.45
     assert learning(lines, config) == []
+
     for line in lines[1:]:  # half of a negative reward says nothing
         line["reward/mean"] = -0.1 if line["iteration"] < 20 else -0.05 if line["iteration"] < 30 else -0.09
     assert learning(lines, config) == []
@@ -316,8 +348,8 @@ def test_a_low_entropy_is_a_collapse_unless_the_policy_rose(config: Config) -> N
     collapsed = {"policy/entropy": 0.07 * 0.3}
     for accuracies, is_found in (((0.4, 0.42, 0.42), True), ((0.4, 0.6, 0.7), False)):
         lines = [line | (collapsed if line["iteration"] > 5 else {}) for line in evaluated(*accuracies)]
-        found = [finding.metric for finding in diagnose(lines, [], config).findings]
-        assert found == (["policy/entropy"] if is_found else [])
+        metrics = [finding.metric for finding in diagnose(lines, [], config).findings]
+        assert metrics == (["policy/entropy"] if is_found else [])
 
 
 CLIPPED_AT_ENGINE = "{name: none, proximal: rollout}"
@@ -353,10 +385,14 @@ EXPLAINED = [  # settings, what is beyond its limit, the setting that explains i
 
 @pytest.mark.parametrize(("setting", "broken", "named"), EXPLAINED)
 def test_what_the_settings_explain_is_no_finding(setting: str, broken: dict[str, float], named: str) -> None:
-    found = diagnose(history(broken), [], small_config(setting))
-    assert (found.verdict, found.findings) == ("no finding", ())
-    [explained] = found.explained.values()
-    assert named in explained and f"but what the settings explain: {next(iter(found.explained))}" in found.summary
+    diagnosis = diagnose(history(broken), [], small_config(setting))
+
+    assert (diagnosis.verdict, diagnosis.findings) == ("no finding", ())
+
+    [explained] = diagnosis.explained.values()
+    assert named in explained
+    assert f"but what the settings explain: {next(iter(diagnosis.explained))}" in diagnosis.summary
+
     without = "objective.correction=is" if "mismatch/ratio_max" in broken else "seed=1"
     assert diagnose(history(broken), [], small_config(without)).findings
 
@@ -373,6 +409,7 @@ def test_a_clip_of_the_engine_s_ratio_caps_no_weight() -> None:
         [],
         small_config(f"objective.correction={CLIPPED_AT_ENGINE}"),
     ).findings
+
     assert finding.metric == "mismatch/ratio_max"
 
 
@@ -387,15 +424,18 @@ def test_what_is_worse_than_the_settings_make_it_is_a_finding() -> None:
 
 def test_a_diagnosis_says_what_it_looked_at_and_what_not(config: Config) -> None:
     lines = [{name: value for name, value in line.items() if name != "response/truncated"} for line in history()]
-    found = diagnose(lines, [], config)
-    known = set(found.looked_at) | set(found.not_looked_at)
-    assert known == {rule.name for rule in RULES} and not set(found.looked_at) & set(found.not_looked_at)
-    assert found.not_looked_at["response/truncated"] == "without a value in this run"
-    assert {"obrs/acceptance", "events/stopped", "eval/policy_accuracy"} <= set(found.looked_at)
-    assert f"{len(found.looked_at)} signs were looked at, and none is there." in found.summary
-    first, *others = found.coverage
+    diagnosis = diagnose(lines, [], config)
+    known = set(diagnosis.looked_at) | set(diagnosis.not_looked_at)
+
+    assert known == {rule.name for rule in RULES} and not set(diagnosis.looked_at) & set(diagnosis.not_looked_at)
+    assert diagnosis.not_looked_at["response/truncated"] == "without a value in this run"
+    assert {"obrs/acceptance", "events/stopped", "eval/policy_accuracy"} <= set(diagnosis.looked_at)
+    assert f"{len(diagnosis.looked_at)} signs were looked at, and none is there." in diagnosis.summary
+
+    first, *others = diagnosis.coverage
     assert first.startswith("Looked at: ") and "obrs/acceptance, " in first and "response/truncated" not in first
     assert any(line.startswith("Not looked at, without a value") and "response/truncated" in line for line in others)
+
     alone = diagnose(lines[:6], [], config)
     assert "Whether the policy learns is not known: the run has 1 evaluation, and 2 are needed." in alone.summary
     assert alone.not_looked_at["eval/policy_accuracy"] == "for its limit does not apply"
@@ -405,8 +445,10 @@ def test_remedies_that_name_settings_the_run_lacks_are_left_out() -> None:
     drifts = history({"mismatch/kl_rollout_policy": 0.9})
     [joint] = diagnose(drifts, [], small_config()).findings
     [frozen] = diagnose(drifts, [], small_config("rollout_model.optimizer=null")).findings
+
     assert "rollout_model.optimizer.learning_rate; lower policy.optimizer.learning_rate; " in joint.suggestion
     assert frozen.suggestion.startswith("lower policy.optimizer.learning_rate; ")
+
     [errors] = diagnose(history({"reward/errors": 0.02}), [], small_config()).findings
     assert errors.suggestion.startswith("read events.jsonl; ")  # a file, no setting
 
@@ -421,8 +463,10 @@ def test_rules_that_do_not_apply_stay_silent(config: Config) -> None:
     alone = config.model_copy(update={"rollout_model": None, "batch": small_config().batch})
     lines = history(BROKEN["sampling/gen_batches"] | {"rollout_model/ppo_grad_norm": 0.001})
     nothing = {name: None for name in HEALTHY if name.startswith(("rollout_model/", "obrs/", "correction/"))}
+
     assert diagnose(lines, [], alone).verdict == "no finding"
     assert diagnose([line | nothing for line in lines], [], alone).verdict == "no finding"
+
     early = history({"critic/explained_variance": -1.0}, since=1, until=49)[:50]  # 2 steps an iteration
     assert diagnose(early, [], config).verdict == "no finding"
 
@@ -432,6 +476,7 @@ def test_what_to_try_are_settings_that_exist() -> None:
         return set(model.model_fields).union(*(fields(child) for child in model.__subclasses__()))
 
     known = fields(config_base.Strict) | fields(Sampling)
+
     for rule in RULES:
         for path in re.findall(r"[a-z_]+(?:\.[a-z_]\w*)+", rule.suggestion.replace("events.jsonl", "")):
             assert set(path.split(".")) <= known, f"{rule.name}: {path}"
@@ -442,10 +487,10 @@ def test_limits_have_a_source_and_verdicts_something_to_look_at() -> None:
 
 
 def test_a_verdict_has_five_lines(config: Config) -> None:
-    found = diagnose(history(BROKEN["obrs/acceptance"]), [], config)
-    labels = [line.split(" ")[0] for line in found.summary.splitlines()]
+    diagnosis = diagnose(history(BROKEN["obrs/acceptance"]), [], config)
+    labels = [line.split(" ")[0] for line in diagnosis.summary.splitlines()]
     assert labels == ["Unhealthy", "Sign:", "First:", "Then:", "Look"]
-    assert "`jackpot report RUN`" in found.summary
+    assert "`jackpot report RUN`" in diagnosis.summary
 
 
 @pytest.fixture(scope="module")
@@ -459,7 +504,7 @@ def folder(finished_run: FinishedRuns, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:
+def test_the_command_finds_nothing_and_changes_no_file(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     result = CliRunner().invoke(cli.app, ["diagnose", str(folder)])
     assert result.exit_code == 0 and "No finding: after 6 iterations" in result.stdout
@@ -467,12 +512,14 @@ def test_the_command_on_a_run_that_is_still_going(folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_is_unhealthy_and_exits_with_1(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     unhealthy = [line | ({"obrs/acceptance": 0.3} if line["iteration"] else {}) for line in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unhealthy))
+
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], env={"COLUMNS": "200"})
+
     assert result.exit_code == 1
     for text in (
         "Unhealthy since iteration 1",
@@ -481,15 +528,17 @@ def test_the_command_on_an_unhealthy_run(folder: Path, tmp_path: Path) -> None:
         "Look at: ",
     ):
         assert text in result.stdout
+
     result = CliRunner().invoke(cli.app, ["diagnose", str(tmp_path), "--json"])
-    found = json.loads(result.stdout)
-    assert result.exit_code == 1 and found["verdict"] == "unhealthy" and found["iteration"] == 6
-    [finding] = found["findings"]
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 1 and answer["verdict"] == "unhealthy" and answer["iteration"] == 6
+
+    [finding] = answer["findings"]
     expected = {"metric": "obrs/acceptance", "since": 1, "then": 0.3, "now": 0.3, "limit": 0.5, "side": "below"}
     assert finding.items() >= expected.items() and finding["suggestion"]
 
 
-def test_the_command_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_another_folder_is_refused_and_a_new_run_is_too_early(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not a run folder.*give the folder that train printed"):
         CliRunner().invoke(cli.app, ["diagnose", str(tmp_path)], catch_exceptions=False)
     (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())

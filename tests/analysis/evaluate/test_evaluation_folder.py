@@ -35,21 +35,22 @@ SMALL = {"benchmarks": ["arithmetic"], "k": 2, "problems": 4, "threads": 1, "sam
 
 
 def evaluation(folder: Path, *changes: dict) -> list[BenchmarkResult]:
+    """Evaluate the starter on four problems into a folder, with settings changed."""
     return evaluate_model(evaluation_config("starter:policy", [SMALL, *changes]), folder, lambda progress: None)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole evaluation; nobody changes it."""
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a whole evaluation, which no test changes."""
     folder = tmp_path_factory.mktemp("whole")
     evaluation(folder)
     return folder
 
 
 @pytest.fixture
-def finished(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(whole, tmp_path / "finished"))
+def finished(evaluated: Path, tmp_path: Path) -> Path:
+    """A copy of `evaluated`, which a test may change."""
+    return Path(shutil.copytree(evaluated, tmp_path / "finished"))
 
 
 def test_another_context_is_refused_as_answers_are_cut_elsewhere(finished: Path) -> None:
@@ -57,7 +58,9 @@ def test_another_context_is_refused_as_answers_are_cut_elsewhere(finished: Path)
     record["asked"]["engine"] = json.loads(VLLMEngineConfig(max_model_len=512).model_dump_json())
     (finished / "config.yaml").write_text(yaml.safe_dump(record))
     engine = {"engine": {"name": "vllm", "max_model_len": 512, "gpu_memory_utilization": 0.3}}
+
     assert evaluation(finished, engine)[0].was_done
+
     with pytest.raises(CheckpointError, match=r"engine\.max_model_len: 512 in the folder, 64 now"):
         evaluation(finished, engine, {"engine": {"max_model_len": 64}})
 
@@ -65,11 +68,14 @@ def test_another_context_is_refused_as_answers_are_cut_elsewhere(finished: Path)
 def test_other_kernels_are_refused_and_so_are_unnamed_ones(finished: Path) -> None:
     record = yaml.safe_load((finished / "config.yaml").read_text())
     kernels = {"attn_implementation": "sdpa", "quantization": None, "kv_cache_dtype": None}
+
     assert record["asked"]["engine"].items() >= kernels.items()
+
     for name, value in (("attn_implementation", "eager"), ("quantization", "fp8"), ("kv_cache_dtype", "fp8")):
         told = f"engine.{name}: {json.dumps(kernels[name])} in the folder, {json.dumps(value)} now"
         with pytest.raises(CheckpointError, match=re.escape(told)):
             evaluation(finished, {"engine": {name: value}})
+
     del record["asked"]["engine"]["attn_implementation"]
     (finished / "config.yaml").write_text(yaml.safe_dump(record))
     with pytest.raises(
@@ -81,8 +87,10 @@ def test_other_kernels_are_refused_and_so_are_unnamed_ones(finished: Path) -> No
 def test_another_engine_keeps_the_number_format_of_the_run(tmp_path: Path) -> None:
     run(small_config("engine.dtype=bf16", "precision=bf16", "evaluation.problems=1"), tmp_path, kill_after=0)
     model, named = str(tmp_path), {"benchmarks": "arithmetic"}
+
     for changes in ([], [{"engine": "vllm"}], [{"engine": {"name": "vllm"}}], [{"engine": {"max_num_seqs": 3}}]):
         assert evaluation_config(model, [named, *changes]).engine.dtype == "bf16"
+
     told = evaluation_config(model, [named, {"engine": "vllm"}, {"engine": {"dtype": "fp32"}}])
     assert (told.engine.name, told.engine.dtype) == ("vllm", "fp32")
     assert evaluation_config("starter:policy", [named, {"engine": "vllm"}]).engine.dtype == "fp32"
@@ -97,6 +105,7 @@ def test_a_cut_answer_may_stand_in_a_closed_box(tmp_path: Path, monkeypatch) -> 
     task = make_sets(config.benchmarks, tokenizer, config)["aime24"]
     ended = {"closed": ("\\boxed{7} so", "length"), "open": ("\\boxed{7", "length"), "line": ("#### 7", "length")}
     ended |= {"given up": ("\\boxed{7} so", "aborted"), "right": ("\\boxed{7}", "stop")}
+
     rollouts = []
     for uid, (text, finish) in ended.items():
         ids, prompt = torch.tensor(tokenizer.encode(text)), task.prompt("test", 0)
@@ -113,24 +122,29 @@ def test_a_cut_answer_may_stand_in_a_closed_box(tmp_path: Path, monkeypatch) -> 
                 versions=torch.zeros(len(ids), 2, dtype=torch.int64),
             )
         )
+
     try:
         responses, scores = score_rollouts(rollouts, task, tokenizer)
     finally:
         task.close()
+
     assert responses == [text for text, _ in ended.values()]
-    found = dict(zip(ended, scores, strict=True))
-    assert {uid for uid, score in found.items() if score.correct} == {"closed", "right"}
-    assert found["given up"].reward == 0.0 and found["right"].reward == 1.5
+    score_of = dict(zip(ended, scores, strict=True))
+    assert {uid for uid, score in score_of.items() if score.correct} == {"closed", "right"}
+    assert score_of["given up"].reward == 0.0 and score_of["right"].reward == 1.5
 
 
 def test_a_set_without_a_verdict_is_measured_by_its_mean_reward(finished: Path) -> None:
     path = finished / "arithmetic.parquet"
     table = pq.read_table(path)
-    place = table.schema.get_field_index("correct")
+    index = table.schema.get_field_index("correct")
     none = pa.nulls(len(table), pa.bool_())
-    pq.write_table(table.set_column(place, table.schema.field(place), none), path)
+    pq.write_table(table.set_column(index, table.schema.field(index), none), path)
+
     [result] = evaluation(finished)
+
     assert result.summary.mean_at_k is None and result.summary.reward == pytest.approx(np.mean(table["reward"]))
+
     console = Console(file=io.StringIO(), width=200)
     evaluate_command.show_results(console, [result], finished, "greedy")
     assert "to each problem, greedy" in console.file.getvalue()
@@ -143,20 +157,27 @@ def test_the_command_for_more_answers_runs_as_it_is_printed(tmp_path: Path, is_o
     named = ["--benchmarks", "arithmetic"] if is_option else ["benchmarks=[arithmetic]", "k=1"]
     first = jackpot("eval", "starter:policy", *small, *named, "--engine", "transformers", "--out", "a b", cwd=tmp_path)
     [command] = [line for line in first.stdout.splitlines() if "jackpot eval" in line]
+
     again = jackpot(*shlex.split(command, comments=True)[1:], cwd=tmp_path)
+
     assert (first.returncode, again.returncode) == (0, 0), again.stderr
+
     record = yaml.safe_load((tmp_path / "a b-k16" / "config.yaml").read_text())["asked"]
     assert (record["k"], record["problems"], record["benchmarks"]) == (16, 2, ["arithmetic"])
 
 
-@pytest.mark.parametrize("left", ["arithmetic.parquet", "aime24.jsonl"])
-def test_answers_without_a_word_on_what_was_asked_are_not_taken(finished: Path, left: str) -> None:
+@pytest.mark.parametrize("answers_file", ["arithmetic.parquet", "aime24.jsonl"])
+def test_answers_without_a_word_on_what_was_asked_are_not_taken(finished: Path, answers_file: str) -> None:
     (finished / "config.yaml").unlink()
-    (finished / "arithmetic.parquet").rename(finished / left)
-    before = (finished / left).read_bytes()
-    with pytest.raises(CheckpointError, match=rf"holds answers \({left}\) but no config\.yaml .*--out another folder"):
+    (finished / "arithmetic.parquet").rename(finished / answers_file)
+    before = (finished / answers_file).read_bytes()
+
+    with pytest.raises(
+        CheckpointError, match=rf"holds answers \({answers_file}\) but no config\.yaml .*--out another folder"
+    ):
         evaluation(finished)
-    assert (finished / left).read_bytes() == before and not (finished / "config.yaml").exists()
+
+    assert (finished / answers_file).read_bytes() == before and not (finished / "config.yaml").exists()
 
 
 def test_files_of_somebody_else_are_no_answers(tmp_path: Path) -> None:
@@ -187,8 +208,10 @@ def test_a_broken_record_is_an_error_that_says_what_to_do(record: str, finished:
 def test_a_table_that_was_cut_short_says_what_to_do(kept: int, finished: Path) -> None:
     table = finished / "arithmetic.parquet"
     table.write_bytes(table.read_bytes()[:kept])
+
     with pytest.raises(CheckpointError, match=r"(?s)cannot read the responses in .*arithmetic\.parquet.*remove it"):
         evaluation(finished)
+
     table.unlink()
     assert not evaluation(finished)[0].was_done
 
@@ -199,21 +222,23 @@ DAMAGE = {"number": "0", "sample": True, "response": None, "correct": 1, "reward
 DAMAGE |= {"finish": 3, "reward_error": 0}
 
 
-def test_lines_with_nonsense_in_them_are_asked_again(whole: Path, tmp_path: Path, caplog) -> None:
-    shutil.copy(whole / "config.yaml", tmp_path)
+def test_lines_with_nonsense_in_them_are_asked_again(evaluated: Path, tmp_path: Path, caplog) -> None:
+    shutil.copy(evaluated / "config.yaml", tmp_path)
     lacking = [{field: value for field, value in LINE.items() if field != name} for name in DAMAGE]
     damaged = [LINE | {name: value} for name, value in DAMAGE.items()]
     lines = [*lacking, *damaged, LINE | {"number": 1}]
     (tmp_path / "arithmetic.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
     evaluation(tmp_path)
-    found, expected = (pq.read_table(one / "arithmetic.parquet").to_pylist() for one in (tmp_path, whole))
-    assert found[2]["response"] == "2#4"  # the whole line was taken
-    del found[2], expected[2]
-    assert found == expected
+    rows, expected = (pq.read_table(folder / "arithmetic.parquet").to_pylist() for folder in (tmp_path, evaluated))
+
+    assert rows[2]["response"] == "2#4"  # the whole line was taken
+    del rows[2], expected[2]
+    assert rows == expected
     assert "16 lines cannot be read" in caplog.text
 
 
-OWN_FILE = [{"question": f"{number}+1=", "gold": [str(number + 1)]} for number in range(3)]
+OWN_FILE = [{"question": f"{index}+1=", "gold": [str(index + 1)]} for index in range(3)]
 OWN_SETTINGS = {"columns": {"problem": "question", "answer": "gold"}, "math": {"template": "plain", "instruction": ""}}
 
 
@@ -222,13 +247,18 @@ def test_a_file_of_ones_own_is_a_benchmark_with_its_columns(tmp_path: Path) -> N
     with gzip.open(file, "wt") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in OWN_FILE)
     named = {"benchmarks": [str(file)], "problems": None, **OWN_SETTINGS}
+
     (result,) = evaluation(tmp_path / "eval", named)
+
     assert (result.benchmark, result.summary.problems, result.table.name) == ("mine", 3, "mine.parquet")
+
     rows = pq.read_table(result.table).to_pylist()
-    assert [(row["uid"], row["prompt"], row["answer"]) for row in rows[::2]] == [
-        (f"mine/test/{number}", f"{number}+1=", str(number + 1)) for number in range(3)
+    first_answers = rows[::2]  # of two to each problem
+    assert [(row["uid"], row["prompt"], row["answer"]) for row in first_answers] == [
+        (f"mine/test/{index}", f"{index}+1=", str(index + 1)) for index in range(3)
     ]
     assert evaluation(tmp_path / "eval", named)[0].was_done
+
     with gzip.open(file, "at") as lines:
         lines.write(json.dumps(OWN_FILE[0]) + "\n")
     with pytest.raises(CheckpointError, match=r"data\.mine\.problems"):
@@ -236,17 +266,22 @@ def test_a_file_of_ones_own_is_a_benchmark_with_its_columns(tmp_path: Path) -> N
 
 
 def test_own_is_the_held_out_problems_of_the_run(tmp_path: Path) -> None:
-    data = write_problems(tmp_path / "a.jsonl", range(5), problem=[f"{number}+1=" for number in range(5)])
+    data = write_problems(tmp_path / "a.jsonl", range(5), problem=[f"{index}+1=" for index in range(5)])
     task = {"name": "math", "train": str(data), "test": {"source": str(data), "limit": 3}}
     config = small_config("evaluation.problems=1").model_copy(
         update={"task": MathConfig.model_validate(task | {"template": "plain", "instruction": ""})}
     )
     run(config, tmp_path / "run", kill_after=0)
+
     asked = evaluation_config(str(tmp_path / "run"), [SMALL, {"benchmarks": "own"}])
     assert asked.task == config.task
+
     tasks = evaluation_tasks(asked, load_tokenizer("starter:policy"))
-    with closing(tasks["own"]) as own:
-        assert [own.prompt("test", index).uid for index in range(own.size("test"))] == [f"a/test/{n}" for n in range(3)]
+    with closing(tasks["own"]) as held_out:
+        assert [held_out.prompt("test", index).uid for index in range(held_out.size("test"))] == [
+            f"a/test/{n}" for n in range(3)
+        ]
+
     assert evaluation_config(str(tmp_path / "run"), [SMALL]).task is None
 
 
@@ -254,7 +289,7 @@ def test_the_task_of_own_may_not_change(finished_run: FinishedRuns, tmp_path: Pa
     def asked(*sets: str, longest: int = 2) -> list[bool]:
         changes = [SMALL, {"benchmarks": list(sets), "task": {"max_terms": longest}}]
         config = evaluation_config(str(finished_run()), changes)
-        return [one.was_done for one in evaluate_model(config, tmp_path / "eval", lambda progress: None)]
+        return [result.was_done for result in evaluate_model(config, tmp_path / "eval", lambda progress: None)]
 
     assert asked("arithmetic") == [False]
     assert asked("arithmetic", "own", longest=3) == [True, False]
@@ -265,7 +300,7 @@ def test_the_task_of_own_may_not_change(finished_run: FinishedRuns, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("model", "benchmarks", "said"),
+    ("model", "benchmarks", "message"),
     [
         ("starter:policy", "own", "own is the held-out problems of a run, and starter:policy is not the folder of one"),
         ("starter:policy", "gsm9k", "unknown benchmark 'gsm9k'; did you mean 'gsm8k'.* path of a file with problems"),
@@ -273,8 +308,8 @@ def test_the_task_of_own_may_not_change(finished_run: FinishedRuns, tmp_path: Pa
         ("starter:policy", ["gsm8k", "hub:openai/gsm8k"], "gsm8k is named twice"),
     ],
 )
-def test_unknown_benchmarks_are_refused_before_a_model_is_loaded(model, benchmarks, said: str) -> None:
-    with pytest.raises((ConfigError, DataError), match=said):
+def test_unknown_benchmarks_are_refused_before_a_model_is_loaded(model, benchmarks, message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
         evaluation_config(model, [SMALL, {"benchmarks": benchmarks}])
 
 

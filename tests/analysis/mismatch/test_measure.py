@@ -1,4 +1,4 @@
-"""What two sides say of the same tokens, against enumeration in float64."""
+"""How far two sides' probabilities of the same tokens are apart, against enumeration in float64."""
 
 import math
 from dataclasses import replace
@@ -13,11 +13,11 @@ from jackpot.analysis.mismatch.measure import MismatchNumbers, mismatch_numbers
 from jackpot.analysis.mismatch.tokens import SamplerScores, TokenMismatch, token_mismatch
 from jackpot.core.errors import DataError, EngineError
 
-VOCABULARY = 12
+VOCABULARY = 12  # tokens
 
 
 def distributions(tokens: int, seed: int, spread: float = 1.5) -> np.ndarray:
-    """[tokens, VOCABULARY] float64."""
+    """Draw a distribution over the vocabulary for every token: [tokens, VOCABULARY], float64."""
     logits = spread * np.random.default_rng(seed).standard_normal((tokens, VOCABULARY))
     return np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
 
@@ -31,6 +31,7 @@ def both(
     rows = np.arange(len(p))
     outside = log_q.copy()
     np.put_along_axis(outside, top, np.inf, axis=1)
+
     by = {
         "uid": "one",
         "sampled": torch.ones(len(p), dtype=torch.bool),
@@ -46,6 +47,7 @@ def both(
         lowest=torch.from_numpy(outside.min(1)),
         entropy=torch.from_numpy(-(q * log_q).sum(1)),
     )
+
     return SamplerScores(**by | changes), reading
 
 
@@ -60,44 +62,51 @@ def response(length: int, seed: int, distance: float = 0.3) -> tuple[np.ndarray,
 
 def test_every_token_has_both_probabilities_and_divergences():
     p, q, ids = response(9, seed=0)
-    found = token_mismatch(*both(p, q, ids))
+    mismatch = token_mismatch(*both(p, q, ids))
     rows = np.arange(9)
-    np.testing.assert_allclose(found.sampler, p[rows, ids])
-    np.testing.assert_allclose(found.learner, q[rows, ids])
-    np.testing.assert_allclose(found.gap, np.abs(p - q)[rows, ids], atol=1e-15)
-    np.testing.assert_allclose(found.log_ratio, np.log(q / p)[rows, ids], atol=1e-14)
+
+    np.testing.assert_allclose(mismatch.sampler, p[rows, ids])
+    np.testing.assert_allclose(mismatch.learner, q[rows, ids])
+    np.testing.assert_allclose(mismatch.gap, np.abs(p - q)[rows, ids], atol=1e-15)
+    np.testing.assert_allclose(mismatch.log_ratio, np.log(q / p)[rows, ids], atol=1e-14)
+
     kl, variation = (p * np.log(p / q)).sum(1), 0.5 * np.abs(p - q).sum(1)
     for low_or_high in (0, 1):
-        np.testing.assert_allclose(found.kl[low_or_high], kl, atol=1e-14)
-        np.testing.assert_allclose(found.variation[low_or_high], variation, atol=1e-14)
-    np.testing.assert_allclose(found.entropy, -(q * np.log(q)).sum(1))
-    assert found.is_exact and found.support is None and found.position.tolist() == list(range(9))
+        np.testing.assert_allclose(mismatch.kl[low_or_high], kl, atol=1e-14)
+        np.testing.assert_allclose(mismatch.variation[low_or_high], variation, atol=1e-14)
+
+    np.testing.assert_allclose(mismatch.entropy, -(q * np.log(q)).sum(1))
+    assert mismatch.is_exact and mismatch.support is None and mismatch.position.tolist() == list(range(9))
 
 
 def test_k1_k3_and_the_mean_ratio_are_unbiased():
     """Over all tokens that the sampler could draw at one state, each with its probability."""
     p, q, _ = response(1, seed=3)
     every = np.arange(VOCABULARY)
-    found = token_mismatch(*both(p.repeat(VOCABULARY, 0), q.repeat(VOCABULARY, 0), every))
+    mismatch = token_mismatch(*both(p.repeat(VOCABULARY, 0), q.repeat(VOCABULARY, 0), every))
     weight = torch.from_numpy(p[0])
     exact = (p * np.log(p / q)).sum()
-    assert float((weight * -found.log_ratio).sum()) == pytest.approx(exact)
-    k3 = found.log_ratio.exp() - 1.0 - found.log_ratio
+
+    assert float((weight * -mismatch.log_ratio).sum()) == pytest.approx(exact)
+
+    k3 = mismatch.log_ratio.exp() - 1.0 - mismatch.log_ratio
     assert float((weight * k3).sum()) == pytest.approx(exact)
-    assert float((weight * found.log_ratio.exp()).sum()) == pytest.approx(1.0)
+    assert float((weight * mismatch.log_ratio.exp()).sum()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, VOCABULARY - 1])
 @pytest.mark.parametrize("distance", [0.01, 0.5, 3.0])
 def test_bounds_from_the_top_k_hold_the_exact_divergences(k, distance):
     p, q, ids = response(200, seed=k, distance=distance)
-    found = token_mismatch(*both(p, q, ids, k))
+    mismatch = token_mismatch(*both(p, q, ids, k))
     exact = {"kl": (p * np.log(p / q)).sum(1), "variation": 0.5 * np.abs(p - q).sum(1)}
+
     for name, value in exact.items():
-        low, high = (bound.numpy() for bound in getattr(found, name))
+        low, high = (bound.numpy() for bound in getattr(mismatch, name))
         assert (low <= value + 1e-12).all() and (value <= high + 1e-12).all() and (low > -1e-12).all()
         assert low.mean() > 0.0 and high.mean() > low.mean()
-    assert not found.is_exact
+
+    assert not mismatch.is_exact
 
 
 def test_proportional_tails_reach_the_lower_bounds():
@@ -107,9 +116,16 @@ def test_proportional_tails_reach_the_lower_bounds():
     np.put_along_axis(inside, top, True, axis=1)
     rest_p, rest_q = (np.where(inside, 0.0, x).sum(1, keepdims=True) for x in (p, q))
     q = np.where(inside, q, p * rest_q / rest_p)
-    found = token_mismatch(*both(p, q, ids, 4))
-    np.testing.assert_allclose(found.kl[0], (p * np.log(p / q)).sum(1), atol=1e-12)
-    np.testing.assert_allclose(found.variation[0], 0.5 * np.abs(p - q).sum(1), atol=1e-12)
+
+    mismatch = token_mismatch(*both(p, q, ids, 4))
+
+    np.testing.assert_allclose(mismatch.kl[0], (p * np.log(p / q)).sum(1), atol=1e-12)
+    np.testing.assert_allclose(mismatch.variation[0], 0.5 * np.abs(p - q).sum(1), atol=1e-12)
+
+
+def _fields(by: SamplerScores) -> dict:
+    """Return the scores by name, so that one can be put in another's place."""
+    return {name: getattr(by, name) for name in SamplerScores.__dataclass_fields__}
 
 
 def test_rounding_of_the_samplers_log_probs_is_no_divergence():
@@ -117,22 +133,22 @@ def test_rounding_of_the_samplers_log_probs_is_no_divergence():
     p, _, ids = response(300, seed=7)
     by, reading = both(p, p, ids, log_probs=torch.zeros(300).double())
     rounded = by.top_log_probs.float().double()
-    found = token_mismatch(SamplerScores(**{**_fields(by), "top_log_probs": rounded}), reading)
+
+    mismatch = token_mismatch(SamplerScores(**{**_fields(by), "top_log_probs": rounded}), reading)
     naive = (rounded.exp() * (rounded - reading.top_log_probs)).sum(1)
-    assert float(naive.abs().max()) > 1e-8 and float(found.kl[0].max()) < 1e-13
 
-
-def _fields(by: SamplerScores) -> dict:
-    return {name: getattr(by, name) for name in SamplerScores.__dataclass_fields__}
+    assert float(naive.abs().max()) > 1e-8 and float(mismatch.kl[0].max()) < 1e-13
 
 
 def test_what_a_tool_wrote_is_not_compared_and_keeps_its_place():
     p, q, ids = response(6, seed=1)
     by, reading = both(p, q, ids, sampled=torch.tensor([True, False, False, True, True, False]))
-    found = token_mismatch(by, reading)
-    whole = token_mismatch(*both(p, q, ids))
-    assert found.position.tolist() == [0, 3, 4] and found.gap.equal(whole.gap[[0, 3, 4]])
-    assert found.kl[0].equal(whole.kl[0][[0, 3, 4]]) and found.entropy.equal(whole.entropy[[0, 3, 4]])
+
+    mismatch = token_mismatch(by, reading)
+    all_sampled = token_mismatch(*both(p, q, ids))
+
+    assert mismatch.position.tolist() == [0, 3, 4] and mismatch.gap.equal(all_sampled.gap[[0, 3, 4]])
+    assert mismatch.kl[0].equal(all_sampled.kl[0][[0, 3, 4]]) and mismatch.entropy.equal(all_sampled.entropy[[0, 3, 4]])
 
 
 def truncated(k: int, top: int) -> tuple[SamplerScores, LearnerScores, np.ndarray, np.ndarray]:
@@ -151,16 +167,18 @@ def truncated(k: int, top: int) -> tuple[SamplerScores, LearnerScores, np.ndarra
 @pytest.mark.parametrize("k", [5, VOCABULARY])
 def test_a_truncated_sampler_is_compared_on_its_support(k):
     by, reading, p, q = truncated(k, top=4)
-    found = token_mismatch(by, reading)
+    mismatch = token_mismatch(by, reading)
     mass = q.sum(1, keepdims=True)
     inside = q / mass
-    np.testing.assert_allclose(found.support, mass[:, 0])
+
+    np.testing.assert_allclose(mismatch.support, mass[:, 0])
     with np.errstate(divide="ignore", invalid="ignore"):
-        np.testing.assert_allclose(found.kl[0], np.where(p > 0, p * np.log(p / inside), 0.0).sum(1), atol=1e-12)
-    np.testing.assert_allclose(found.variation[1], 0.5 * np.abs(p - inside).sum(1), atol=1e-12)
+        np.testing.assert_allclose(mismatch.kl[0], np.where(p > 0, p * np.log(p / inside), 0.0).sum(1), atol=1e-12)
+    np.testing.assert_allclose(mismatch.variation[1], 0.5 * np.abs(p - inside).sum(1), atol=1e-12)
+
     rows, ids = np.arange(30), np.argsort(-p, axis=1)[:, 3]
-    np.testing.assert_allclose(found.learner, inside[rows, ids])
-    assert found.is_exact
+    np.testing.assert_allclose(mismatch.learner, inside[rows, ids])
+    assert mismatch.is_exact
 
 
 def test_a_truncated_sampler_of_unknown_support_is_refused():
@@ -174,10 +192,12 @@ def test_a_truncated_sampler_of_unknown_support_is_refused():
 def test_a_learner_that_only_scores_leaves_divergences_open():
     p, q, ids = response(5, seed=2)
     by, reading = both(p, q, ids)
-    found = token_mismatch(by, LearnerScores(log_probs=reading.log_probs))
-    assert found.kl is None and found.variation is None and not found.is_exact
-    np.testing.assert_allclose(found.entropy, -(p * np.log(p)).sum(1))  # the sampler's, whose whole is known
-    np.testing.assert_allclose(found.gap, np.abs(p - q)[np.arange(5), ids], atol=1e-15)
+    mismatch = token_mismatch(by, LearnerScores(log_probs=reading.log_probs))
+
+    assert mismatch.kl is None and mismatch.variation is None and not mismatch.is_exact
+    np.testing.assert_allclose(mismatch.entropy, -(p * np.log(p)).sum(1))  # the sampler's, whose whole is known
+    np.testing.assert_allclose(mismatch.gap, np.abs(p - q)[np.arange(5), ids], atol=1e-15)
+
     with pytest.raises(EngineError, match="one has log-probs that are NaN"):
         token_mismatch(by, LearnerScores(log_probs=reading.log_probs * torch.nan))
 
@@ -185,54 +205,67 @@ def test_a_learner_that_only_scores_leaves_divergences_open():
 def measured(
     responses: list[tuple[np.ndarray, np.ndarray, np.ndarray]], order: list[int] | None = None
 ) -> MismatchNumbers:
+    """Return the numbers of these responses, taken in this order."""
     rows = order or range(len(responses))
     return mismatch_numbers((f"{row}", token_mismatch(*both(*responses[row]))) for row in rows)
 
 
 def test_all_numbers_are_those_of_the_tokens_put_together():
     responses = [response(length, seed=length, distance=1.0) for length in (1, 3, 5, 17, 40, 80)]
-    found = measured(responses)
+    numbers = measured(responses)
+
     at = [(p[range(len(ids)), ids], q[range(len(ids)), ids]) for p, q, ids in responses]
     gaps = [np.abs(p - q) for p, q in at]
     ratio = np.concatenate([q / p for p, q in at])
-    assert (found.responses, found.tokens) == (6, 146)
-    assert found.max_gap == pytest.approx(max(one.max() for one in gaps))
-    assert found.gap.value == pytest.approx(np.concatenate(gaps).mean())
-    assert found.response_max_gap.value == pytest.approx(np.mean([one.max() for one in gaps]))
-    assert found.response_max_gap.error == pytest.approx(np.std([one.max() for one in gaps], ddof=1) / math.sqrt(6))
-    assert found.response_mean_gap.value == pytest.approx(np.mean([one.mean() for one in gaps]))
-    assert found.high == sum(one.max() > 0.5 for one in gaps)
-    assert found.k1.value == pytest.approx(-np.log(ratio).mean())
-    assert found.k3.value == pytest.approx((ratio - 1 - np.log(ratio)).mean())
+
+    assert (numbers.responses, numbers.tokens) == (6, 146)
+    assert numbers.max_gap == pytest.approx(max(row.max() for row in gaps))
+    assert numbers.gap.value == pytest.approx(np.concatenate(gaps).mean())
+    assert numbers.response_max_gap.value == pytest.approx(np.mean([row.max() for row in gaps]))
+    assert numbers.response_max_gap.error == pytest.approx(np.std([row.max() for row in gaps], ddof=1) / math.sqrt(6))
+    assert numbers.response_mean_gap.value == pytest.approx(np.mean([row.mean() for row in gaps]))
+    assert numbers.high == sum(row.max() > 0.5 for row in gaps)
+    assert numbers.k1.value == pytest.approx(-np.log(ratio).mean())
+    assert numbers.k3.value == pytest.approx((ratio - 1 - np.log(ratio)).mean())
+
     exact = np.concatenate([(p * np.log(p / q)).sum(1) for p, q, _ in responses])
-    assert found.kl[0].value == found.kl[1].value == pytest.approx(exact.mean()) and found.kl_is_exact
-    assert found.ratio.value == pytest.approx(ratio.mean())
-    assert found.above == pytest.approx((ratio > 2).mean()) and found.below == pytest.approx((ratio < 0.5).mean())
-    assert found.above > 0.0 and found.below > 0.0
-    for share, value in found.quantiles.items():
+    assert numbers.kl[0].value == numbers.kl[1].value == pytest.approx(exact.mean()) and numbers.kl_is_exact
+    assert numbers.ratio.value == pytest.approx(ratio.mean())
+    assert numbers.above == pytest.approx((ratio > 2).mean()) and numbers.below == pytest.approx((ratio < 0.5).mean())
+    assert numbers.above > 0.0 and numbers.below > 0.0
+
+    for share, value in numbers.quantiles.items():
         assert value == pytest.approx(np.quantile(ratio, float(share), method="inverted_cdf"))
-    assert [one.max_gap for one in found.each] == pytest.approx([one.max() for one in gaps])
-    assert [one.tokens for one in found.each] == [1, 3, 5, 17, 40, 80]
+
+    assert [row.max_gap for row in numbers.each] == pytest.approx([row.max() for row in gaps])
+    assert [row.tokens for row in numbers.each] == [1, 3, 5, 17, 40, 80]
 
 
 def test_bands_share_the_tokens_by_position_entropy_and_length():
     responses = [response(length, seed=length) for length in (1, 3, 5, 17, 40, 80)]
-    found = measured(responses)
+    numbers = measured(responses)
     gaps = [np.abs(p - q)[range(len(ids)), ids] for p, q, ids in responses]
-    assert [band.name for band in found.bands["position"]] == ["0", "1-3", "4-15", "16-63", "64-255"]
-    for band, (start, end) in zip(found.bands["position"], [(0, 1), (1, 4), (4, 16), (16, 64), (64, 256)], strict=True):
-        here = np.concatenate([one[start:end] for one in gaps])
+
+    assert [band.name for band in numbers.bands["position"]] == ["0", "1-3", "4-15", "16-63", "64-255"]
+
+    spans = [(0, 1), (1, 4), (4, 16), (16, 64), (64, 256)]
+    for band, (start, end) in zip(numbers.bands["position"], spans, strict=True):
+        here = np.concatenate([row[start:end] for row in gaps])
         assert band.tokens == len(here) and band.gap.value == pytest.approx(here.mean())
         assert band.max_gap == pytest.approx(here.max())
+
     entropy = np.concatenate([-(q * np.log(q)).sum(1) for _, q, _ in responses])
     every = np.concatenate(gaps)
     edges = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf)
     filled = [(a, b) for a, b in pairwise(edges) if ((entropy >= a) & (entropy < b)).any()]
-    assert len(filled) == len(found.bands["entropy"]) > 1
-    for band, (start, end) in zip(found.bands["entropy"], filled, strict=True):
+
+    assert len(filled) == len(numbers.bands["entropy"]) > 1
+
+    for band, (start, end) in zip(numbers.bands["entropy"], filled, strict=True):
         here = (entropy >= start) & (entropy < end)
         assert band.name == f"{start:g}-{end:g}" and band.gap.value == pytest.approx(every[here].mean())
-    by_length = found.bands["length"]
+
+    by_length = numbers.bands["length"]
     assert [(band.name, band.tokens) for band in by_length] == [("1-3", 4), ("4-15", 5), ("16-63", 57), ("64-255", 80)]
     assert by_length[2].gap.value == pytest.approx(np.concatenate(gaps[3:5]).mean())
     assert by_length[2].max_gap == pytest.approx(max(gaps[3].max(), gaps[4].max()))
@@ -240,10 +273,12 @@ def test_bands_share_the_tokens_by_position_entropy_and_length():
 
 def test_equal_sides_are_0_and_the_order_does_not_matter():
     same = [(p, p, ids) for p, _, ids in (response(length, seed=length) for length in (2, 9, 33))]
-    found = measured(same)
-    assert found.max_gap == found.gap.value == found.gap.error == found.k1.value == found.k3.value == 0.0
-    assert found.kl[0].value == found.variation[1].value == 0.0 and set(found.quantiles.values()) == {1.0}
-    assert all(p == q for p, q in found.drawn) and found.above == found.below == 0.0
+    numbers = measured(same)
+
+    assert numbers.max_gap == numbers.gap.value == numbers.gap.error == numbers.k1.value == numbers.k3.value == 0.0
+    assert numbers.kl[0].value == numbers.variation[1].value == 0.0 and set(numbers.quantiles.values()) == {1.0}
+    assert all(p == q for p, q in numbers.drawn) and numbers.above == numbers.below == 0.0
+
     apart = [response(length, seed=length) for length in (2, 9, 33)]
     first, second = measured(apart), measured(apart, [2, 0, 1])
     assert first.gap.value == pytest.approx(second.gap.value) and first.quantiles == second.quantiles
@@ -260,9 +295,9 @@ def test_nothing_sampled_is_nothing_to_compare():
 def test_the_picture_has_the_worst_token(monkeypatch):
     monkeypatch.setattr("jackpot.analysis.mismatch.measure.DRAWN_TOKENS", 10)
     p, q, ids = response(95, seed=4)
-    found = measured([(p, q, ids)])
+    numbers = measured([(p, q, ids)])
     gaps = np.abs(p - q)[range(95), ids]
-    assert len(found.drawn) <= 11 and max(abs(a - b) for a, b in found.drawn) == pytest.approx(gaps.max(), rel=1e-6)
+    assert len(numbers.drawn) <= 11 and max(abs(a - b) for a, b in numbers.drawn) == pytest.approx(gaps.max(), rel=1e-6)
 
 
 def test_most_probable_tokens_are_compared_where_sampled():
@@ -270,26 +305,30 @@ def test_most_probable_tokens_are_compared_where_sampled():
     sampled = torch.arange(40) % 3 > 0
     by, reading = both(p, q, ids, k=2, sampled=sampled)
     differs = p.argmax(1) != q.argmax(1)
+
     assert differs[~sampled.numpy()].any() and differs[sampled.numpy()].any()
+
     for known, expected in ((torch.from_numpy(q.argmax(1)), differs[sampled.numpy()]), (None, None)):
-        found = token_mismatch(by, replace(reading, most_probable=known)).other_token
-        assert found is None if expected is None else found.tolist() == expected.tolist()
+        other_token = token_mismatch(by, replace(reading, most_probable=known)).other_token
+        assert other_token is None if expected is None else other_token.tolist() == expected.tolist()
 
 
 def test_a_certain_token_falls_into_the_lowest_band():
     """Rounding can leave an entropy of a little less than 0."""
-    one = torch.ones(1, dtype=torch.float64)
+    certain = torch.ones(1, dtype=torch.float64)
     tokens = TokenMismatch(
         position=torch.zeros(1, dtype=torch.int64),
-        sampler=one,
-        learner=one,
-        log_ratio=one - 1,
+        sampler=certain,
+        learner=certain,
+        log_ratio=certain - 1,
         kl=None,
         variation=None,
         is_exact=False,
         support=None,
-        entropy=-1e-17 * one,
+        entropy=-1e-17 * certain,
     )
+
     numbers = mismatch_numbers([("one", tokens)])
     [band] = numbers.bands["entropy"]
+
     assert band.name == "0-0.01" and band.kl is None and not numbers.kl_is_exact

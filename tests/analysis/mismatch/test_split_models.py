@@ -24,6 +24,7 @@ def tokens() -> torch.Tensor:
 
 
 def _rank(rank: int, folder: Path, models: dict[str, PreTrainedModel]) -> None:
+    """Run one rank, which saves its numbers of every model."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     with pytest.raises(ModelError, match=r"2 ranks cannot share out .*num_key_value_heads.: 1"):
@@ -33,17 +34,28 @@ def _rank(rank: int, folder: Path, models: dict[str, PreTrainedModel]) -> None:
 
 
 def _numbers(model: PreTrainedModel) -> dict[str, Any]:
-    ids, found = tokens(), {}
+    """Read and decode with the ranks sharing the work in every way; and count the weights that this rank keeps."""
+    ids, results = tokens(), {}
     for split in ("heads", "keys"):
-        found[f"read {split}"] = read(model, ids, split)
-    found["decode keys"] = decode(model, ids, PROMPT, "keys")
-    found["read after"] = read(model, ids, None)
-    part = copy.deepcopy(model)
-    split_tensors(part)
-    sizes = {name: weight.to_local().numel() for name, weight in part.named_parameters() if hasattr(weight, "to_local")}
-    sizes |= {name: weight.numel() for name, weight in part.named_parameters() if "experts" in name}
-    found |= {"read tensor": read(part, ids, "tensor"), "decode tensor": decode(part, ids, PROMPT, "tensor")}
-    return {"found": found, "sizes": sizes}
+        results[f"read {split}"] = read(model, ids, split)
+    results["decode keys"] = decode(model, ids, PROMPT, "keys")
+    results["read after"] = read(model, ids, split=None)
+
+    split_model = copy.deepcopy(model)
+    split_tensors(split_model)
+
+    sizes = {
+        name: weight.to_local().numel()
+        for name, weight in split_model.named_parameters()
+        if hasattr(weight, "to_local")
+    }
+    sizes |= {name: weight.numel() for name, weight in split_model.named_parameters() if "experts" in name}
+
+    results |= {
+        "read tensor": read(split_model, ids, "tensor"),
+        "decode tensor": decode(split_model, ids, PROMPT, "tensor"),
+    }
+    return {"results": results, "sizes": sizes}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +65,7 @@ def models() -> dict[str, PreTrainedModel]:
 
 @pytest.fixture(scope="module")
 def split(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """The numbers of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     mp.start_processes(_rank, args=(folder, models), nprocs=RANKS, start_method="fork")  # nothing is imported again
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
@@ -63,16 +75,19 @@ def split(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathF
 def test_ranks_compute_what_one_process_does_up_to_rounding(name: str, models, split) -> None:
     model, ids = models[name], tokens()
     each = [of_rank[name] for of_rank in split]
-    alone = {"read": read(model, ids, None), "decode": decode(model, ids, PROMPT, None)}
+    alone = {"read": read(model, ids, split=None), "decode": decode(model, ids, PROMPT, split=None)}
     with torch.no_grad():
         exact = model(ids).logits[:, :-1].double().log_softmax(-1)
+
     for log_probs, _ in alone.values():
         torch.testing.assert_close(log_probs, exact, atol=1e-5, rtol=0.0)
-    for how, (log_probs, experts) in each[0]["found"].items():
+
+    for how, (log_probs, experts) in each[0]["results"].items():
         torch.testing.assert_close(log_probs, alone[how.split()[0]][0], atol=1e-5, rtol=0.0)
-        assert log_probs.equal(each[1]["found"][how][0])
+        assert log_probs.equal(each[1]["results"][how][0])
         expected = alone["read"][1]
         assert experts is None if name == "qwen3" else experts.equal(expected) and experts.shape[-2:] == (2, 2)
+
     assert len(each[0]["sizes"]) == (15 if name == "qwen3" else 13)
     assert all(2 * size == model.get_parameter(at).numel() for at, size in each[0]["sizes"].items())
 
@@ -81,16 +96,22 @@ def test_two_sides_are_compared_on_the_tokens_that_exist() -> None:
     model, ids = make_model("qwen3_moe", **SIZES).eval(), tokens()
     exists = torch.ones(3, 12 - PROMPT, dtype=torch.bool)
     exists[0, 3:] = False
-    plain = read(model, ids, None)
+    plain = read(model, ids, split=None)
+
     same = compare(plain, plain, ids, PROMPT, exists)
+
     assert same.tokens == exists.sum() and same.max_gap == same.log_gap.value == same.other_token.value == 0.0
+
     log_probs, experts = plain
     changed = (log_probs.clone(), experts.clone())
     changed[0][0, PROMPT - 1 :] = changed[0][0, PROMPT - 1 :].flip(-1)  # the first row's response, and no other
     changed[1][1, PROMPT - 1] += 1
-    found = compare(plain, changed, ids, PROMPT, exists)
-    assert [one.max_gap > 0.0 for one in found.each] == [True, False, False]
-    assert found.other_token.value == 3 / found.tokens and found.other_experts.value == 1 / found.tokens
+
+    mismatch = compare(plain, changed, ids, PROMPT, exists)
+
+    assert [response.max_gap > 0.0 for response in mismatch.each] == [True, False, False]
+    assert mismatch.other_token.value == 3 / mismatch.tokens and mismatch.other_experts.value == 1 / mismatch.tokens
+
     rows = [log_probs[0, PROMPT - 1 + at] for at in range(3)]
     gaps = [(row - row.flip(-1))[ids[0, PROMPT + at]].abs().item() for at, row in enumerate(rows)]
-    assert found.log_gap.value == pytest.approx(sum(gaps) / found.tokens)
+    assert mismatch.log_gap.value == pytest.approx(sum(gaps) / mismatch.tokens)

@@ -33,14 +33,16 @@ from jackpot.analysis.plan.cost_model import (
 from jackpot.models.cost import forward_cost, head_cost
 from jackpot.models.forward import backbone, checkpoint_activations
 
-GPU = Gpu(bf16=1000.0, fp32=100.0, bandwidth=50.0, memory=1e6)
+GPU = Gpu(bf16=1000.0, fp32=100.0, bandwidth=50.0, memory=1e6)  # FLOPs/s, bytes/s, bytes
 FIXED = Lengths(prompt=3, mean=5, limit=5)  # every response is 5 tokens
 MODEL = ModelCost(parameters=100, trained=100, body=10, head=4, pair=2, cache=6, layers=3)
 BODY = 10 * 8 + 2 * 8 * 8 / 2  # FLOPs of one sequence of FIXED: 8 tokens, half of all pairs
 HEAD = 4 * 5
+WORK = Work(sequences=8, steps=4, epochs=2, micro_batches=9, generated=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
 
 
 def writing(**settings: object) -> EngineSpeed:
+    """An engine with MODEL on one GPU, or with settings changed."""
     known = {
         "model": MODEL,
         "weight_bytes": 2,
@@ -58,11 +60,11 @@ def test_lengths_have_the_moments_of_a_cut_exponential(mean: float, limit: int) 
     scale = lengths.scale
     width = min(limit, 40 * scale) / 40_000
     times = [width * (step + 0.5) for step in range(40_000)]
-    left = [math.exp(-time / scale) for time in times]  # the share that is longer
-    assert sum(left) * width == pytest.approx(mean, rel=1e-4)
-    assert sum(2 * time * share for time, share in zip(times, left, strict=True)) * width == pytest.approx(
-        lengths.square, rel=1e-4
-    )
+    shares = [math.exp(-time / scale) for time in times]  # the share that is longer
+
+    assert sum(shares) * width == pytest.approx(mean, rel=1e-4)
+    square = sum(2 * time * share for time, share in zip(times, shares, strict=True)) * width
+    assert square == pytest.approx(lengths.square, rel=1e-4)
 
 
 def test_the_longest_of_some_responses() -> None:
@@ -76,8 +78,8 @@ def test_the_longest_of_some_responses() -> None:
 def test_a_batch_of_thousands_has_a_response_that_does_not_end() -> None:
     ended, some = (Lengths(prompt=0, mean=10.0, limit=1000, endless=share) for share in (0.0, 0.004))
     assert some.longest(5000) == pytest.approx(1000, rel=1e-6) and ended.longest(5000) < 100
-    one = 0.004 * 1000 + 0.996 * 10  # of one response: its mean, and the limit in 0.4 % of the cases
-    assert some.longest(1) == pytest.approx(one, rel=1e-3)
+    expected = 0.004 * 1000 + 0.996 * 10  # of one response: its mean, and the limit in 0.4 % of the cases
+    assert some.longest(1) == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_mean_response_is_a_quarter_of_the_longest() -> None:
@@ -110,11 +112,15 @@ def test_the_passes_are_those_that_torch_counts(checkpoints: bool, passes: int) 
     model, tokens = LlamaForCausalLM(config).eval(), 13
     if checkpoints:
         checkpoint_activations(model)
+
     with FlopCounterMode(display=False) as counter:
         backbone(model)(torch.arange(tokens)[None], use_cache=False).last_hidden_state.sum().backward()
+
     forward = forward_cost(model)
     body = forward.per_token - head_cost(model)
+
     assert head_cost(model) == 2 * 24 * 50
+
     spared = 3 * 2 * 24 * 40 * tokens if checkpoints else 0
     assert counter.get_total_flops() == passes * (body * tokens + forward.per_pair * tokens**2) - spared
 
@@ -124,11 +130,14 @@ def test_decoding_reads_weights_and_cache_at_every_step() -> None:
     pairs = 3 * 5 + 5 * 5 / 2
     moved = 2 * (5 * 100 + 4 * pairs * 6)
     seconds = moved / (50 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS
+
     assert writing(peak=slow.bf16).seconds(4, FIXED, slow) == pytest.approx(seconds, rel=1e-6)
+
     added = 5 * 2 * 3 * ALL_REDUCE_SECONDS  # in 5 steps, twice in each of 3 layers
     assert writing(peak=slow.bf16, gpus=2).seconds(4, FIXED, slow) == pytest.approx(
         moved / (100 * BANDWIDTH_SHARE) + 5 * STEP_SECONDS + added, rel=1e-6
     )
+
     in_turns = 2 * (10 * 100 + 4 * pairs * 6) / (50 * BANDWIDTH_SHARE) + 10 * STEP_SECONDS  # two, then two
     assert writing(peak=slow.bf16, max_num_seqs=2).seconds(4, FIXED, slow) == pytest.approx(in_turns, rel=1e-6)
 
@@ -137,11 +146,15 @@ def test_an_engine_is_done_when_its_last_response_is() -> None:
     fast = GPU._replace(bandwidth=1e15)
     lengths = Lengths(prompt=0, mean=10.0, limit=10**6, endless=0.0)
     longest = 10 * (1 + 1 / 2 + 1 / 3 + 1 / 4)
+
     assert writing(peak=1e15).seconds(4, lengths, fast) == pytest.approx(longest * STEP_SECONDS, rel=0.01)
+
     in_turns = writing(peak=1e15, max_num_seqs=4).seconds(12, lengths, fast)  # 8 x 10 tokens by 4 at a time, before
     assert in_turns == pytest.approx((20 + longest) * STEP_SECONDS, rel=0.01)
+
     of_all = longest + 10 * (1 / 5 + 1 / 6 + 1 / 7 + 1 / 8)  # two engines wait for the longest of eight
     assert writing(peak=1e15).seconds(4, lengths, fast, engines=2) == pytest.approx(of_all * STEP_SECONDS, rel=0.01)
+
     work = replace(WORK, sequences=8, generated=1.0, lengths=lengths)
     hours = run_hours(work, writing(peak=1e15), [], 0.0, 3600, fast, 2, 1e15)
     assert hours.generation == pytest.approx(of_all * STEP_SECONDS, rel=0.01)
@@ -164,27 +177,26 @@ def test_an_engine_holds_what_its_batch_and_its_cache_allow() -> None:
     assert writing(cache_bytes=1.0).concurrent(4, FIXED) == 1
 
 
-WORK = Work(sequences=8, steps=4, epochs=2, micro_batches=9, generated=1.0, lengths=FIXED, checkpoints=False, extra=1.0)
-
-
 def test_an_iteration_is_writing_training_and_sending() -> None:
     hours = run_hours(WORK, writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
     # Twice over 8 sequences; the anchors' forward pass once.
     flops = 8 * (2 * (3 * BODY + 4 * HEAD + 11) + BODY + HEAD)
     steps = OPTIMIZER_BYTES * 100 * 4 / (2 * 50 * BANDWIDTH_SHARE)
+
     assert hours.training == pytest.approx(flops / (2 * 1000 * TRAINING_SHARE) + steps)
     assert hours.generation == writing().seconds(4, FIXED, GPU)  # on each of two GPUs
     assert hours.sending == 200 / WEIGHT_BYTES_PER_SECOND
     assert hours.rollout_share == hours.generation / (hours.generation + hours.training + hours.sending)
+
     two = run_hours(replace(WORK, generated=2.0), writing(), [MODEL], 11.0, 3600, GPU, 2, GPU.bf16)
     assert two.generation == writing().seconds(8, FIXED, GPU) and two.training == hours.training
 
 
 def test_gpus_without_a_micro_batch_only_share_the_optimizer() -> None:
     few = replace(WORK, micro_batches=1)
-    one, two = (run_hours(few, writing(), [MODEL], 11.0, 3600, GPU, gpus, GPU.bf16) for gpus in (1, 2))
+    one_gpu, two_gpus = (run_hours(few, writing(), [MODEL], 11.0, 3600, GPU, gpus, GPU.bf16) for gpus in (1, 2))
     moved = OPTIMIZER_BYTES * 100 * 4 / (50 * BANDWIDTH_SHARE)
-    assert one.training - two.training == pytest.approx(moved / 2)
+    assert one_gpu.training - two_gpus.training == pytest.approx(moved / 2)
 
 
 def test_evaluations_are_beside_the_iterations() -> None:
@@ -204,6 +216,7 @@ def llama(parameters: float, hidden: int, layers: int) -> ModelCost:
     """Of Llama 2, with its vocabulary of 32,000; attention as in models/cost.py."""
     head = 32_000 * hidden
     body = 2 * int(parameters - 2 * head)
+
     return ModelCost(
         parameters=int(parameters),
         trained=int(parameters),
@@ -223,8 +236,8 @@ def llama(parameters: float, hidden: int, layers: int) -> ModelCost:
     ],
 )
 def test_training_is_as_fast_as_published_for_fsdp_on_h100(model: ModelCost, checkpoints: bool, published: int) -> None:
-    whole = Lengths(prompt=0, mean=4096, limit=4096)
-    body = model.training(whole, checkpoints, 0.0) - whole.mean * model.head  # their head computes nothing twice
+    lengths = Lengths(prompt=0, mean=4096, limit=4096)
+    body = model.training(lengths, checkpoints, 0.0) - lengths.mean * model.head  # their head computes nothing twice
     assert GPUS["H100"].bf16 * TRAINING_SHARE * 4096 / body == pytest.approx(published, rel=0.1)
 
 
@@ -241,9 +254,11 @@ def test_one_stream_decodes_as_fast_as_published_for_vllm() -> None:
     )
     gpu = Gpu(bf16=312e12, fp32=19.5e12, bandwidth=1.555e12, memory=40e9)
     lengths = Lengths(prompt=1024, mean=128, limit=128)
+
     engine = EngineSpeed(
         model=model, weight_bytes=2, number_bytes=2, max_num_seqs=256, cache_bytes=math.inf, gpus=1, peak=gpu.bf16
     )
+
     assert 128 / engine.seconds(1, lengths, gpu) == pytest.approx(75, rel=0.1)
 
 
@@ -254,15 +269,16 @@ DRAFT = ModelCost(parameters=20, trained=20, body=3, head=1, pair=1, cache=2, la
 def test_a_pass_over_drafts_costs_more_and_gives_more_tokens(bandwidth: float) -> None:
     gpu = GPU._replace(bandwidth=bandwidth)
     drafts = Drafts(DRAFT, tokens=2, acceptance=0.5)
-    given = 1 + 0.5 + 0.25  # tokens of a pass
+    tokens_of_pass = 1 + 0.5 + 0.25  # its own token, and the drafts that are accepted
     pairs = 5 * 3 + 5 * 5 / 2  # of a response token and one before it, of one sequence
-    passes = 5 / given  # all four sequences at once
-    moved = passes * (100 + 2 * 20) + 4 * pairs * (6 + 2 * 2) / given
-    flops = 4 * 3 * ((14 + 4) * 5 + (2 + 1) * pairs) / given
+    passes = 5 / tokens_of_pass  # all four sequences at once
+    moved = passes * (100 + 2 * 20) + 4 * pairs * (6 + 2 * 2) / tokens_of_pass
+    flops = 4 * 3 * ((14 + 4) * 5 + (2 + 1) * pairs) / tokens_of_pass
     prefill = 4 * ((10 + 3) * 3 + (2 + 1) * 9 / 2 + 4 + 1)
     speed = GPU.bf16 * GENERATION_SHARE
     decoding = max(flops / speed, moved * 2 / (bandwidth * BANDWIDTH_SHARE))
     expected = decoding + passes * STEP_SECONDS + prefill / speed  # scheduled once
+
     assert writing(drafts=drafts).seconds(4, FIXED, gpu) == pytest.approx(expected)
 
 
@@ -275,7 +291,9 @@ def test_drafts_need_room_for_the_keys_of_both_models() -> None:
 def test_fewer_bits_are_read_sooner_and_multiplied_sooner() -> None:
     slow = GPU._replace(bandwidth=1e9)  # so that operations decide
     read = writing(weight_bytes=1.0).seconds(4, FIXED, GPU) - writing(weight_bytes=0.0).seconds(4, FIXED, GPU)
+
     assert read == pytest.approx(5 * MODEL.parameters / (GPU.bandwidth * BANDWIDTH_SHARE))  # 5 steps read all weights
+
     plain, half = writing(peak=1.0), writing(peak=1.0, linear=0.5)
     saved = plain.seconds(4, FIXED, slow) - half.seconds(4, FIXED, slow)
     assert saved == pytest.approx(4 * 8 * MODEL.body / 2 / GENERATION_SHARE)  # of 4 sequences of 8 tokens
@@ -298,7 +316,9 @@ def test_a_head_that_drafts_is_a_layer_and_an_output_layer() -> None:
 def test_quantized_layers_train_sooner_in_both_passes() -> None:
     tokens, again = 8 * MODEL.body, True
     plain = MODEL.training(FIXED, again, 1.0)
+
     assert plain - MODEL.training(FIXED, again, 1.0, Linear(0.5, 1.0)) == tokens * 3 / 2  # forward, again, and extra
     assert plain - MODEL.training(FIXED, again, 1.0, Linear(1.0, 0.5)) == tokens * 2 / 2  # backward is two passes
+
     frozen = replace(MODEL, trained=0)
     assert frozen.training(FIXED, again, 0.0, Linear(0.5, 0.1)) == frozen.forward(FIXED) - tokens / 2

@@ -55,12 +55,14 @@ AWAKE = [  # settings with which the policy's engine verifies drafts
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is fetched from the hub, nor found in its cache."""
     without_hub(monkeypatch, tmp_path)
     monkeypatch.delenv("JACKPOT_DATA", raising=False)
 
 
 @cache  # tracing a step takes seconds
 def planned(recipe: str, arm: str | None, *overrides: str) -> CostEstimate:
+    """Plan an arm of a recipe on the GPUs that the recipe names."""
     config = resolve(recipe, arm, list(overrides))
     gpus = recipe_notes(recipe, load_recipe(recipe)).gpus
     return estimate(config, model_sizes(config), prompt_lengths(config), gpus)
@@ -74,12 +76,19 @@ def timed(recipe: str, arm: str | None, *overrides: str) -> MachineEstimate:
         return planned.__wrapped__(recipe, arm, *overrides).stated
 
 
+def planner(recipe: str, *overrides: str, arm: str | None = None) -> Estimator:
+    """Make what plans the hours of an arm, with the shapes of its real models."""
+    config = resolve(recipe, arm, list(overrides))
+    return Estimator(config, model_sizes(config), prompt_lengths(config))
+
+
 TRACED: dict[str, int | None] = {}  # what a step takes, by what that depends on: most arms differ in nothing of it
 
 
 def trace_once(config: Config, shape: MicroBatchShape) -> int | None:
+    """Trace a step unless one that takes the same memory has been traced."""
     roles = [config.policy, config.rollout_model, config.critic]
-    models = [one and (one.path, getattr(one, "lora", None), one.optimizer is None) for one in roles]
+    models = [role and (role.path, getattr(role, "lora", None), role.optimizer is None) for role in roles]
     step = (config.precision, config.fp8_backward, config.activation_checkpointing, config.head_logits_memory)
     sampling = (config.sampling.top_k, config.sampling.top_p, config.sampling.num_top_log_probs)
     is_whole = shape.rows >= (config.batch.mini_batch_size or config.batch.rollouts)
@@ -91,13 +100,14 @@ def trace_once(config: Config, shape: MicroBatchShape) -> int | None:
 
 @pytest.fixture
 def _trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of several arms trace a step once where it takes the same memory."""
     monkeypatch.setattr(planned_memory, "dry_step", trace_once)
 
 
 def weight(config: Config) -> tuple:
     """What memory depends on: arms that agree in it need the same."""
     models = [config.policy, config.rollout_model, config.critic, config.objective.reference]
-    trained = [one and (getattr(one, "path", None), getattr(one, "optimizer", True) is None) for one in models]
+    trained = [model and (getattr(model, "path", None), getattr(model, "optimizer", True) is None) for model in models]
     steps = config.batch.steps_per_iteration > 1
     lengths = (config.task.max_prompt_tokens, config.sampling.max_new_tokens)
     engines = (config.engine.model_dump_json(), config.evaluation.engine and config.evaluation.engine.model_dump_json())
@@ -119,12 +129,12 @@ FITS: dict[tuple, tuple[str, str]] = {}  # of each weight on each machine, the a
 
 def arms_to_look_at(name: str) -> list[str]:
     """Those of a recipe that need something that no arm before them needed, whichever recipe that was of."""
-    gpus, found = recipe_notes(name, load_recipe(name)).gpus, []
+    gpus, arms = recipe_notes(name, load_recipe(name)).gpus, []
     for arm in list_recipe(name).arms:
         is_first = FITS.setdefault((gpus, *weight(resolve(name, arm, []))), (name, arm)) == (name, arm)
         if is_first and arm not in SMALLER.get(name, ()):
-            found.append(arm)
-    return found
+            arms.append(arm)
+    return arms
 
 
 @pytest.mark.slow
@@ -134,24 +144,26 @@ def arms_to_look_at(name: str) -> list[str]:
 )
 def test_a_recipe_fits_the_gpus_that_it_names(name: str) -> None:
     gpus = recipe_notes(name, load_recipe(name)).gpus
+
     for arm in arms_to_look_at(name):
-        found = planned(name, arm).stated
-        assert (found.kind, found.shard.gpus) == (gpus.kind, gpus.count)
-        assert found.shard.fits and found.shard.peak <= GPUS[gpus.kind].memory, (arm, found.shard)
-        assert 0 < found.hours.all < 24 * 31 and 0 < found.hours.rollout_share < 1, arm
+        machine = planned(name, arm).stated
+        assert (machine.kind, machine.shard.gpus) == (gpus.kind, gpus.count)
+        assert machine.shard.fits and machine.shard.peak <= GPUS[gpus.kind].memory, (arm, machine.shard)
+        assert 0 < machine.hours.all < 24 * 31 and 0 < machine.hours.rollout_share < 1, arm
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_trace_once")
 def test_more_than_the_gpus_hold_is_seen() -> None:
     """The joint run without an engine that sleeps, as the recipe once was."""
-    found = planned(
+    machine = planned(
         "joint_8b",
-        None,
+        None,  # the recipe alone, without an arm
         *("engine.enable_sleep_mode=false", "evaluation.engine.enable_sleep_mode=false"),
         "evaluation.engine.gpu_memory_utilization=0.4",
     ).stated
-    assert not found.shard.fits and found.hours is None
+
+    assert not machine.shard.fits and machine.hours is None
 
 
 @pytest.mark.slow
@@ -164,8 +176,7 @@ def test_on_policy_most_of_the_time_is_rollouts() -> None:
 @pytest.mark.parametrize(("every", "times"), [(5, 3), (4, 4), (7, 3), (50, 2)])
 def test_a_run_is_evaluated_before_it_when_due_and_at_its_end(every: int, times: int) -> None:
     def hours(*overrides: str) -> float:
-        config = resolve("joint_8b", None, list(overrides))
-        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        plan = planner("joint_8b", *overrides)
         return plan.evaluating(plan.shares(GPUS["H100"], 8))
 
     once_more = hours("iterations=1", "evaluation.every=1")  # two of them
@@ -175,8 +186,7 @@ def test_a_run_is_evaluated_before_it_when_due_and_at_its_end(every: int, times:
 def test_evaluations_are_drafted_where_rollouts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     def hours(acceptance: float, *overrides: str) -> float:
         monkeypatch.setattr(estimating, "ACCEPTANCE", acceptance)
-        config = resolve("joint_8b", None, ["rollout_model.share=0.0", *overrides])
-        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        plan = planner("joint_8b", "rollout_model.share=0.0", *overrides)
         return plan.evaluating(plan.shares(GPUS["H100"], 8))
 
     assert hours(0.9, *AWAKE) < hours(0.5, *AWAKE) and hours(0.9) == hours(0.5)
@@ -186,12 +196,15 @@ def test_evaluations_are_drafted_where_rollouts_are(monkeypatch: pytest.MonkeyPa
 def test_fp8_saves_what_it_multiplies_and_reads() -> None:
     """Published: 1.15 of whole rollouts, 1.4 of linear layers in training; docs/cost.md has what Jet-RL measured."""
     bf16, rollouts, both = (timed("jet_rl", f"{arm}_7b").hours for arm in ("bf16", "fp8_rollouts", "jet_rl"))
+
     assert bf16.generation / rollouts.generation == pytest.approx(DENSE_FP8_GAIN, rel=0.02)  # whose cache is larger
     assert 1.5 < bf16.sending / rollouts.sending < 2
     assert rollouts.training == bf16.training and both.generation == rollouts.generation
     assert 1.25 < bf16.training / both.training < FP8_TRAINING_GAIN
+
     half = timed("jet_rl", "jet_rl_7b", "fp8_backward=dequantized").hours.training
     assert both.training < half < bf16.training
+
     cached = timed("jet_rl", "jet_rl_7b", "engine.kv_cache_dtype=fp8").hours
     assert cached.generation < both.generation
 
@@ -203,10 +216,10 @@ def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
 
 
 def test_hours_by_share_meet_at_the_ends() -> None:
-    config = resolve("joint_8b", None, [])
-    shares = Estimator(config, model_sizes(config), prompt_lengths(config)).shares(GPUS["H100"], 8)
+    shares = planner("joint_8b").shares(GPUS["H100"], 8)
     small, quarter = shares.at(1.0), shares.at(0.25)
     alone = shares.run(shares.work, shares.policy, [shares.costs["policy"]])
+
     assert small.generation < alone.generation < quarter.generation  # two tails, one after the other
     assert small.training == quarter.training > alone.training  # of one model
     assert quarter.sending == pytest.approx(small.sending + alone.sending)
@@ -216,68 +229,70 @@ def test_hours_by_share_meet_at_the_ends() -> None:
 
 
 def test_a_policy_ahead_waits_for_what_training_does_not_hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    def planner(*overrides: str) -> Estimator:
-        config = resolve("joint_8b", None, list(overrides))
-        return Estimator(config, model_sizes(config), prompt_lengths(config))
-
-    plan, gpu = planner(), GPUS["H100"]
+    plan, gpu = planner("joint_8b"), GPUS["H100"]
     ahead = plan.ahead(gpu, 8, 1.5)
     assert ahead is not None and ahead.evaluating == 1.5
+
     monkeypatch.setattr(estimating, "HEAD_ACCEPTANCE", 0.0)  # so that drafts never pay
     alone = plan.ahead(gpu, 8, 1.5)
     assert alone is not None and ahead.all < alone.all
 
-    own = planner("rollout_model=null", "engine.gpu_memory_utilization=0.9")
+    policy_alone = planner("joint_8b", "rollout_model=null", "engine.gpu_memory_utilization=0.9")
     splits = []
     for training in range(2, 8):  # 131 GB of weights, gradients and moments need two GPUs
-        shares, learned = own.shares(gpu, 8 - training), own.run_hours(own.shares(gpu, training)).training
-        four = own.run_hours(replace(shares, work=replace(shares.work, sequences=4 * shares.work.sequences)))
+        shares = policy_alone.shares(gpu, 8 - training)
+        learned = policy_alone.run_hours(policy_alone.shares(gpu, training)).training
+        four = policy_alone.run_hours(replace(shares, work=replace(shares.work, sequences=4 * shares.work.sequences)))
         splits.append(max(four.generation / 4, learned) + four.sending)
+
     assert alone.iterations == pytest.approx(min(splits))
     assert plan.ahead(gpu, 2, 0.0) is None  # one GPU does not hold the learner
 
 
 def test_a_rollout_model_without_a_share_is_planned_untrained() -> None:
     def planned_hours(*overrides: str) -> Hours:
-        config = resolve("joint_8b", None, ["iterations=10", *overrides])
-        plan = Estimator(config, model_sizes(config), prompt_lengths(config))
+        plan = planner("joint_8b", "iterations=10", *overrides)
         return plan.run_hours(plan.shares(GPUS["H100"], 8))
 
     small, none = planned_hours(), planned_hours("rollout_model.share=0.0")
     step = planned_hours("rollout_model.share={schedule: step, hold: 5}")
     alone = planned_hours("rollout_model=null")
+
     assert none.training == pytest.approx(alone.training) and none.training < small.training
     assert alone.generation < none.generation  # which has the engine of the rollout model beside it
     assert step.generation == pytest.approx((small.generation + none.generation) / 2)
     assert step.training == pytest.approx((small.training + alone.training) / 2)
+
     drafts = planned_hours("rollout_model.share={schedule: step, hold: 5}", *AWAKE)
     assert drafts.training == pytest.approx(small.training)  # it drafts to the end
 
 
-def flop_shares(recipe: str, arm: str | None, *overrides: str) -> FlopShares:
-    config = resolve(recipe, arm, list(overrides))
-    return Estimator(config, model_sizes(config), prompt_lengths(config)).flop_shares()
+def flop_shares(recipe: str, *overrides: str, arm: str | None = None) -> FlopShares:
+    """Return the FLOPs of an arm, as shares of those with the policy alone."""
+    return planner(recipe, *overrides, arm=arm).flop_shares()
 
 
 def test_a_run_costs_all_flops_and_not_only_those_of_rollouts() -> None:
-    assert flop_shares("joint_8b", "on_policy") == (1.0, 1.0)
+    assert flop_shares("joint_8b", arm="on_policy") == (1.0, 1.0)
 
-    small = flop_shares("joint_8b", None)  # Qwen3-1.7B and 8B: 1.72e9 and 7.57e9 weights without embeddings
+    small = flop_shares("joint_8b")  # Qwen3-1.7B and 8B: 1.72e9 and 7.57e9 weights without embeddings
     assert small.rollouts == pytest.approx(1.72 / 7.57, abs=0.02)
-    without = flop_shares("joint_8b", None, "evaluation={every: 1000000, problems: 1, benchmarks: [], k: 1}")
+
+    without = flop_shares("joint_8b", "evaluation={every: 1000000, problems: 1, benchmarks: [], k: 1}")
     forward, policy = small.rollouts, 5.0  # training with checkpoints costs 4 passes over the body and 5 over the head
     assert 1.0 < without.all < (forward + policy * (1 + forward)) / (1 + 4)
     assert 1.0 < small.all < without.all  # evaluations cost both sides the same
 
-    halves = flop_shares("joint_8b", None, "rollout_model.share=0.5")
+    halves = flop_shares("joint_8b", "rollout_model.share=0.5")
     assert halves.rollouts == pytest.approx((1 + small.rollouts) / 2)
     assert halves.all > small.all
-    drafted = flop_shares("joint_8b", None, "rollout_model.share=0.0", *AWAKE)
+
+    drafted = flop_shares("joint_8b", "rollout_model.share=0.0", *AWAKE)
     assert drafted.rollouts > 1.0  # every draft is read by both models
 
 
 def test_stale_rollouts_cost_as_many_flops_and_a_pass_more() -> None:
-    stale = flop_shares("stale_8b", "jackpot")
+    stale = flop_shares("stale_8b", arm="jackpot")
     assert stale.rollouts == 1.0 and stale.all > 1.0
 
 
@@ -316,16 +331,18 @@ def test_only_large_models_are_planned_for_gpus() -> None:
 
 
 def test_prompts_are_counted_where_they_can_be() -> None:
-    found = prompt_lengths(small_config("task.max_terms=3", "task.max_operand=40"))
-    assert found.longest == len("10+10+10=") and 5 <= found.mean < found.longest and found.assumed == ""
+    lengths = prompt_lengths(small_config("task.max_terms=3", "task.max_operand=40"))
+    assert lengths.longest == len("10+10+10=") and 5 <= lengths.mean < lengths.longest and lengths.assumed == ""
 
 
 def test_problems_without_room_are_in_the_plan(tmp_path: Path) -> None:
     data = str(write_problems(tmp_path / "a.jsonl", [1, None, 2], problem=["1+0=", "1+1=", "1+" * 100]))
     task = {"name": "math", "train": data, "test": {"source": data, "limit": 2}, "template": "plain", "instruction": ""}
     config = small_config("batch.micro_batch_tokens=90", "sampling.max_new_tokens=50")
-    found = prompt_lengths(config.model_copy(update={"task": MathConfig.model_validate(task)}))
-    assert found.longest == 4 and found.left_out == (
+
+    lengths = prompt_lengths(config.model_copy(update={"task": MathConfig.model_validate(task)}))
+
+    assert lengths.longest == 4 and lengths.left_out == (
         "a (train): of 3 problems 1 have prompts of more than 40 tokens, 1 have no answer; "
         "a (test): of 2 problems 1 have no answer"
     )
@@ -333,9 +350,11 @@ def test_problems_without_room_are_in_the_plan(tmp_path: Path) -> None:
 
 def test_unreadable_prompts_are_assumed_with_the_reason() -> None:
     config = resolve("joint_8b", None, [])
+
     assert prompt_lengths(config) == PromptLengths(
         1024, 120, "cannot load a tokenizer from the hub (there is no folder Qwen/Qwen3-8B-Base here)"
     )
     assert prompt_lengths(resolve("joint_8b", None, ["task.max_prompt_tokens=null"])).longest == LONGEST_PROMPT
+
     short = prompt_lengths(resolve("joint_8b", None, ["task.max_prompt_tokens=50"]))
     assert (short.longest, short.mean) == (50, 50)

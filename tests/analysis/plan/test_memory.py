@@ -22,6 +22,7 @@ ALONE = ("rollout_model=null", "objective.correction=none")  # one model is trac
 
 
 def planned(*overrides: str, arm: str | None = None) -> MemoryPlan:
+    """Plan the memory of a small run with prompts of 6 tokens."""
     config = small_config(*overrides, arm=arm)
     return plan_memory(config, model_sizes(config), 6)
 
@@ -55,32 +56,42 @@ def test_weights_gradients_and_moments_are_counted_by_parameters(without_trainin
     plan = without_training
     policy, writer = 280_416, 88_512
     memory = plan()
+
     assert memory.weights == 4 * (policy + writer) == memory.engines == memory.gradients
     assert memory.optimizer == 8 * (policy + writer)
+
     frozen = plan("rollout_model.optimizer=null", "engine.dtype=bf16", "objective.reference.kl_loss_coef=0.1")
     assert frozen.weights == 4 * (2 * policy + writer)
     assert (frozen.engines, frozen.gradients, frozen.optimizer) == (2 * (policy + writer), 4 * policy, 8 * policy)
+
     alone = plan(arm="on_policy")
     assert (alone.weights, alone.engines) == (4 * policy, 4 * policy)
-    weights, others = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2048 + 64 + 2 * (2 * 64 + 2 * 32)  # of the writer
+
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160)  # of the writer's linear layers
+    others = 2048 + 64 + 2 * (2 * 64 + 2 * 32)
     channels = 2 * (2 * 64 + 2 * 32 + 2 * 160 + 64)  # a scale each
     quantized = plan("engine.quantization=int8_w8a8", "evaluation.engine=transformers")
+
     assert weights + others == writer and quantized.engines == weights + 4 * (channels + others) + 4 * policy
+
     ahead = plan("batch.ahead=2")
     assert (ahead.copies, memory.copies, plan("batch.ahead=2", "guard.check_engine=false").copies) == (
         memory.gradients,
         0,
         0,
     )
+
     lora = plan("policy.lora.rank=8")
     assert lora.gradients == 4 * (39_168 + writer)
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:
-    known = {name: 2**number for number, name in enumerate(MemoryPlan.__slots__)}
+    known = {name: 2**index for index, name in enumerate(MemoryPlan.__slots__)}  # no two sums are equal
     lasting = sum(known[name] for name in ("weights", "engines", "optimizer", "copies"))
     memory = MemoryPlan(**known)
+
     assert replace(memory, training=200).peak == lasting + known["gradients"] + 200 - known["sleeping"]
+
     memory = replace(memory, sleeping=0)
     assert memory.peak == lasting + known["generation"]  # 64 against 16 + 32
     assert replace(memory, training=100).peak == lasting + known["gradients"] + 100
@@ -112,19 +123,26 @@ def test_a_critic_is_planned_too(paths: tuple[str, str], plan) -> None:
     settings = (*paths, *ALONE, "objective.advantage=gae", "critic.optimizer.learning_rate=1e-4")
     config = small_config(*settings)
     sizes = model_sizes(config)
+
     assert sizes["critic"].parameters == sizes["policy"].parameters - 64 * V + 64 + 1  # a value head with a bias
+
     memory = plan_memory(config, sizes, 6)
     assert memory.gradients == 4 * sum(size.parameters for size in sizes.values())
+
     without = plan(*ALONE)  # the critic's activations come later
     assert memory.gradients + memory.training >= without.gradients + without.training
+
     adapter = plan_memory(small_config(*settings, "policy.lora.rank=1"), sizes, 6)
     assert adapter.training > 0.5 * memory.training  # the critic's own activations, though it is after the others
 
 
 def test_an_engine_takes_its_cache_its_tokens_and_a_step(without_training) -> None:
-    rows, length, written, vocabulary = 16, 6 + 24, 24 * (2 + 2 * 20) * 4, 3 * 4 * 32
+    rows, length = 16, 6 + 24
+    written, vocabulary = 24 * (2 + 2 * 20) * 4, 3 * 4 * 32
     policy = 2 * 3 * 2 * 32 * length * 4  # of the starter: layers, key heads, their size
+
     assert without_training("evaluation.problems=16").generation == rows * (policy + written + vocabulary)
+
     several = without_training("evaluation.problems=16", "evaluation.k=3").generation
     assert several == 3 * rows * (policy + written + vocabulary)
 
@@ -150,16 +168,24 @@ def test_a_longer_output_layer_is_cut_in_the_plan_too(paths: tuple[str, str], pl
     config = LlamaConfig.from_pretrained(paths[0].partition("=")[2])
     config.vocab_size = V + 16
     config.save_pretrained(tmp_path)
-    longer, whole = planned(*paths, f"policy.path={tmp_path}"), 4 * 64 * (V + 16)
+    output_layer = 4 * 64 * (V + 16)
+
+    longer = planned(*paths, f"policy.path={tmp_path}")
     added = longer.gradients + longer.training - plan().gradients - plan().training
-    assert 0 <= added <= 2 * whole, "backward makes a gradient of all rows of one of those that are read"
+
+    assert 0 <= added <= 2 * output_layer, "backward makes a gradient of all rows of one of those that are read"
 
 
 def test_the_weights_that_an_adapter_changes_are_made_to_be_sent(without_training) -> None:
-    width, queries, keys, inner, layers = 96, 4 * 32, 2 * 32, 192, 3  # of the starter
+    # of the starter
+    layers = 3
+    width, inner = 96, 192
+    queries, keys = 4 * 32, 2 * 32
     changed = 4 * layers * (2 * width * queries + 2 * width * keys + 3 * width * inner)
     few = ("batch.prompts=1", "batch.group_size=2", "evaluation.problems=1")
+
     memory = without_training("policy.lora.rank=8", "policy.lora.target_modules=all-linear", *few)
+
     assert memory.generation == changed > without_training(*few).generation
 
 
@@ -184,10 +210,12 @@ def test_later_tiles_are_not_run_and_the_peak_is_the_same(
     """With a vocabulary of 5 tiles, in micro-batches of one sequence."""
     monkeypatch.setattr(autograd, "MAX_TILE_LOGITS", dict.fromkeys(autograd.MAX_TILE_LOGITS, 24 * 64))
     config = small_config(*paths, "batch.micro_batch_tokens=30", *settings)
-    found = dry_step.dry_step(config, micro_batch(config, 6))
-    assert found > 0
+    peak = dry_step.dry_step(config, micro_batch(config, 6))
+
+    assert peak > 0
+
     monkeypatch.setattr(dry_step, "RUN_TILES", 1000)
-    assert found == pytest.approx(dry_step.dry_step(config, micro_batch(config, 6)), rel=0.01)
+    assert peak == pytest.approx(dry_step.dry_step(config, micro_batch(config, 6)), rel=0.01)
 
 
 def test_shapes_that_depend_on_values_are_planned_roughly(tmp_path: Path) -> None:
@@ -206,6 +234,8 @@ def test_shapes_that_depend_on_values_are_planned_roughly(tmp_path: Path) -> Non
         )
     )
     model.save_pretrained(tmp_path)
+
     memory = planned(f"policy.path={tmp_path}", "rollout_model=null", "objective.correction=none")
+
     assert memory.weights == 4 * sum(parameter.numel() for parameter in model.parameters())
     assert memory.training is None and memory.peak > 4 * memory.weights

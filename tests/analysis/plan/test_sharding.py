@@ -1,4 +1,4 @@
-"""The share of one GPU of several. Expectations: sums by hand, and shapes as the models' own reports name them."""
+"""What one GPU of several holds of a run. Expectations: sums by hand, shapes as the models' own reports name them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,23 +33,28 @@ MEMORY = MemoryPlan(**PLANNED)
 
 
 def need(settings: EngineConfig, weights: float = 16 * GB) -> EngineNeeds:
+    """What an engine of the policy needs."""
     return EngineNeeds("policy", settings, int(weights), 100_000, 10_000)  # 1 GB for the longest sequence
 
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is fetched from the hub, nor found in its cache."""
     without_hub(monkeypatch, tmp_path)
 
 
 def test_weights_are_divided_and_activations_are_not() -> None:
-    one, four = (shard(MEMORY, BLOCKS, {}, GPU, gpus) for gpus in (1, 4))
-    assert (one.weights, one.optimizer, one.gradients, one.training) == (40, 80, 24, 7)
+    alone, four = (shard(MEMORY, BLOCKS, {}, GPU, gpus) for gpus in (1, 4))
+
+    assert (alone.weights, alone.optimizer, alone.gradients, alone.training) == (40, 80, 24, 7)
     assert (four.weights, four.optimizer, four.gradients, four.training) == (10, 20, 6, 7)
+
     offloaded = shard(MEMORY, BLOCKS, {}, GPU, 4, offloads=True)
     assert offloaded == replace(four, weights=0.0, optimizer=0.0, gradients=0.0)
-    assert shard(MEMORY, BLOCKS, {}, GPU, 1, offloads=True) == one  # nothing is sharded
+    assert shard(MEMORY, BLOCKS, {}, GPU, 1, offloads=True) == alone  # nothing is sharded
+
     # Two layers and all heads in float32, and the gradient of the larger of the two; alone, copies in bf16.
-    assert (four.gathered, one.gathered) == (4 * (2 * 1_000 + 3_000 + 200) + 4 * 3_000, 2 * 500)
+    assert (four.gathered, alone.gathered) == (4 * (2 * 1_000 + 3_000 + 200) + 4 * 3_000, 2 * 500)
 
 
 def test_the_peak_is_the_larger_of_training_and_writing() -> None:
@@ -65,6 +70,7 @@ def test_the_peak_is_the_larger_of_training_and_writing() -> None:
         generation=100,
         tensor_parallel={"engine": 1},
     )
+
     assert known.peak == 1 + 2 + 100
     assert replace(known, training=200).peak == 1 + 2 + 4 + 8 + 200 + 32
     assert known.fits and not replace(known, limit=102).fits
@@ -76,27 +82,33 @@ def test_an_engine_that_sleeps_leaves_its_share_to_the_learner() -> None:
         engine = VLLMEngineConfig(gpu_memory_utilization=0.4, enable_sleep_mode=sleep)
         planned = shard(MEMORY, BLOCKS, {"engine": need(engine)}, GPU, 8)
         assert (planned.resting, planned.generation) == (resting, 32 * GB)
+
     two = {
         "engine": need(VLLMEngineConfig(enable_sleep_mode=True)),
         "evaluation.engine": need(VLLMEngineConfig(gpu_memory_utilization=0.3)),
     }
     planned = shard(MEMORY, BLOCKS, two, GPU, 8)
+
     assert (planned.resting, planned.generation) == (pytest.approx(24 * GB), pytest.approx(56 * GB))
 
 
 def test_other_engines_take_weights_and_what_was_planned() -> None:
     memory = replace(MEMORY, generation=5)
     planned = shard(memory, BLOCKS, {"engine": need(TransformersEngineConfig(), 9)}, GPU, 2)
+
     assert (planned.resting, planned.generation) == (9, 14)
+
     servers = VLLMServerEngineConfig(urls=("http://127.0.0.1:1",), weights_folder="x")
     planned = shard(MEMORY, BLOCKS, {"engine": need(servers)}, GPU, 2)
     assert (planned.resting, planned.generation) == (0, 0)
+
     fixed = shard(MEMORY, BLOCKS, {"engine": need(VLLMEngineConfig(kv_cache_memory_bytes=2 * 2**30))}, GPU, 2)
     assert fixed.resting == 16 * GB + 2 * 2**30 + ENGINE_BYTES
 
 
 def test_an_engine_spreads_over_as_few_gpus_as_hold_it() -> None:
     engine = VLLMEngineConfig(gpu_memory_utilization=0.4)  # 32 GB of a GPU, of which 2 go to activations
+
     assert [degree(need(engine, size * GB), GPU, 8) for size in (16, 28.9, 29.1, 65, 400)] == [1, 1, 2, 4, 0]
     assert degree(need(engine, 65 * GB), GPU, 2) == 0  # it would need four
     assert degree(need(engine, 29.1 * GB), GPU, 3) == 0  # two do not divide three
@@ -108,34 +120,46 @@ def test_an_engine_spreads_over_as_few_gpus_as_hold_it() -> None:
 def test_what_is_gathered_as_a_whole_is_a_layer_and_both_heads() -> None:
     attention, mlp = 2 * 4096 * 4096 + 2 * 4096 * 1024, 3 * 4096 * 12_288
     config = resolve("joint_8b", None, [])
-    found = blocks(config)
-    assert found.layer == attention + mlp + 2 * 4096 + 2 * 128  # and its norms
-    assert found.heads == 151_936 * (4096 + 2048)
+    gathered = blocks(config)
+
+    assert gathered.layer == attention + mlp + 2 * 4096 + 2 * 128  # and its norms
+    assert gathered.heads == 151_936 * (4096 + 2048)
+
     small = 2 * 2048 * 2048 + 2 * 2048 * 1024 + 3 * 2048 * 6144
-    assert found.copied == 36 * (attention + mlp) + 28 * small
+    assert gathered.copied == 36 * (attention + mlp) + 28 * small
+
     frozen = resolve("joint_8b", None, ["rollout_model.optimizer=null"])
     assert blocks(frozen).copied == 36 * (attention + mlp)
-    assert blocks(resolve("joint_8b", None, ["precision=fp32"])).copied == found.reference == 0
+    assert blocks(resolve("joint_8b", None, ["precision=fp32"])).copied == gathered.reference == 0
     assert blocks(resolve("joint_8b", None, ["objective.reference.kl_loss_coef=0.1"])).reference == 151_936 * 4096
 
 
 @pytest.mark.usefixtures("offline")
 def test_a_run_has_the_engines_that_the_launcher_makes() -> None:
     needs = engine_needs(resolve("joint_8b", None, []), 1024)
-    assert {name: one.role for name, one in needs.items()} == {"engine": "rollout_model", "evaluation.engine": "policy"}
+
+    assert {name: engine.role for name, engine in needs.items()} == {
+        "engine": "rollout_model",
+        "evaluation.engine": "policy",
+    }
     assert (needs["engine"].weights, needs["evaluation.engine"].weights) == (2 * 1_720_574_976, 2 * 8_190_735_360)
     assert (needs["engine"].token, needs["engine"].longest) == (2 * 2 * 28 * 8 * 128, 1024 + 8192)
+
     same = engine_needs(resolve("joint_8b", None, ["evaluation.engine=null", "engine.enable_sleep_mode=false"]), 1024)
     assert same["evaluation.engine"].role == "policy" and same["evaluation.engine"].settings == same["engine"].settings
+
     alone = engine_needs(resolve("joint_8b", "on_policy", []), 1024)
-    assert {name: one.role for name, one in alone.items()} == {"engine": "policy"}
+    assert {name: engine.role for name, engine in alone.items()} == {"engine": "policy"}
+
     drafted = engine_needs(small_config("rollout_model.share=0.0", "engine={name: vllm, draft: {}}"), 6)
     plain = engine_needs(small_config("rollout_model.share=0.0", "engine=vllm"), 6)
-    for part in ("weights", "token"):  # one vLLM holds the policy and the model that drafts for it
-        both = sum(getattr(one, part) for one in plain.values())
-        assert getattr(drafted["evaluation.engine"], part) == both != getattr(plain["evaluation.engine"], part)
+    for attribute in ("weights", "token"):  # one vLLM holds the policy and the model that drafts for it
+        both = sum(getattr(engine, attribute) for engine in plain.values())
+        assert getattr(drafted["evaluation.engine"], attribute) == both
+        assert both != getattr(plain["evaluation.engine"], attribute)
+
     other = engine_needs(small_config("evaluation.engine=transformers", arm="on_policy"), 6)
-    assert {name: one.role for name, one in other.items()} == {"engine": "policy", "evaluation.engine": "policy"}
+    assert {name: engine.role for name, engine in other.items()} == {"engine": "policy", "evaluation.engine": "policy"}
 
 
 def test_autocast_keeps_no_copies_of_sharded_weights() -> None:

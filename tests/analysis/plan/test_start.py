@@ -34,6 +34,7 @@ ON_GPUS = [name for name, gpus in STATED.items() if gpus]
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is fetched from the hub, nor found in its cache."""
     without_hub(monkeypatch, tmp_path)
 
 
@@ -44,25 +45,27 @@ def typed(command: str) -> tuple[Config, int]:
     recipe, *overrides = shlex.split(words)
     config = resolve(recipe, None, overrides)
     assert run == (f"runs/{recipe}-seed0" if "placement.launcher" in words else "")
-    found = re.fullmatch(r"torchrun --nproc-per-node (\d+) -m -- ", launcher)
-    assert found or not launcher
-    return config, int(found[1]) if found else config.placement.ranks
+    match = re.fullmatch(r"torchrun --nproc-per-node (\d+) -m -- ", launcher)
+    assert match or not launcher
+    return config, int(match[1]) if match else config.placement.ranks
 
 
 def needs(gpus: GpusConfig, fits: bool = True, **fewest: int) -> CostEstimate:
     """An estimate as of a run that fits these GPUs, and that many of each kind."""
     parts = dict.fromkeys(("weights", "optimizer", "gradients", "gathered", "training", "resting", "generation"), 0.0)
     shard = Shard(gpus=gpus.count, limit=1.0 if fits else -1.0, tensor_parallel={}, **parts)
-    row = MachineEstimate(gpus.kind, shard, None, None)
+    row = MachineEstimate(gpus.kind, shard, hours=None, alone=None)
     return CostEstimate(PromptLengths(1024, 120, ""), 2048, [], row, [], fewest, FlopShares(1.0, 1.0))
 
 
 def test_what_is_printed_for_every_gpu_recipe_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "load_meta_model", cache(load_meta_model))  # many recipes have the same models
+
     assert len(ON_GPUS) == 16
+
     for name in ON_GPUS:
         gpus, paths = STATED[name], resolve(name, None, []).model_paths()
-        config, ranks = typed(start(name, None, [], None, gpus.count))
+        config, ranks = typed(start(name, arm=None, overrides=[], run=None, gpus=gpus.count))
         assert ranks == gpus.count and config.placement.engines == "auto"
         placed = place_engines(config, ranks, on_gpu=True)
         check_start(placed, paths, ranks)
@@ -72,11 +75,14 @@ def test_what_is_printed_for_every_gpu_recipe_starts(monkeypatch: pytest.MonkeyP
 
 def test_a_run_starts_on_the_gpus_of_its_recipe_or_the_fewest() -> None:
     config, eight = resolve("joint_8b", None, []), GpusConfig(kind="H100", count=8)
+
     assert machines(config, needs(eight, H100=4), is_asked=False) == [eight]
+
     four = GpusConfig(kind="H200", count=4)
     assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=False) == [four]
     assert machines(config, needs(eight, fits=False, H100=0), is_asked=False) == []
     assert machines(config, needs(eight, fits=False, H100=0, H200=4), is_asked=True) == []
+
     here = needs(eight, H100=4)._replace(this_machine=[needs(four).stated])
     assert machines(config, here, is_asked=False) == [eight, four] and machines(config, here, is_asked=True) == [eight]
 
@@ -94,11 +100,13 @@ def test_one_gpu_needs_no_launcher_and_what_was_typed_stays(tmp_path: Path) -> N
         ["jackpot", "train", "quickstart", "--arm", "tis", "seed=1", "--run", str(tmp_path / "a b")]
     )
     chosen = ["placement.engines=2", "engine.enable_sleep_mode=true"]
-    assert start("joint_8b", None, chosen, None, 4).endswith(f"jackpot train joint_8b {' '.join(chosen)}")
+    command = start("joint_8b", arm=None, overrides=chosen, run=None, gpus=4)
+    assert command.endswith(f"jackpot train joint_8b {' '.join(chosen)}")
 
 
 def test_gpus_of_this_machine_are_of_a_kind_that_plans_know(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus_here() is None
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, memory, kind in (
@@ -157,7 +165,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     overrides: list[str], error: type[JackpotError], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=expected):
-        train("joint_8b", overrides, None, tmp_path, dry_run=True, gpus=None, tiny=False)
+        train("joint_8b", overrides, arm=None, run=tmp_path, dry_run=True, gpus=None, tiny=False)
 
 
 def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +173,14 @@ def test_a_dry_run_of_ranks_refuses_what_these_refuse(monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, "8")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
+
     with pytest.raises(ConfigError, match=r"leave placement\.engines out"):
-        train("joint_8b", ["placement.engines=0"], None, None, dry_run=True, gpus=None, tiny=False)
+        train("joint_8b", ["placement.engines=0"], arm=None, run=None, dry_run=True, gpus=None, tiny=False)
 
 
 def test_a_dry_run_refuses_the_folder_of_other_settings(finished_run: FinishedRuns) -> None:
     with pytest.raises(CheckpointError, match="seed: 0 in the folder, 9 now"):
-        train("quickstart", [*SMALL, "seed=9"], None, finished_run(), dry_run=True, gpus=None, tiny=False)
+        train("quickstart", [*SMALL, "seed=9"], arm=None, run=finished_run(), dry_run=True, gpus=None, tiny=False)
 
 
 def test_ranks_refuse_a_model_that_cannot_be_sharded(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.math import Math
 
+# Settings that `--tiny` may change; the rest of a recipe stays.
 MAY_CHANGE = {
     "iterations", "device", "policy.path", "rollout_model.path", "critic.path", "objective.reference.path",
     "objective.overlong_buffer.len",
@@ -40,22 +41,25 @@ MAY_CHANGE = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_data() -> Iterator[None]:
+    """No folder has problems of benchmarks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(DATA_FOLDER, raising=False)
         yield
 
 
 def flat(value: object, key: str = "") -> dict[str, object]:
+    """Return nested settings by their dotted names."""
     if not isinstance(value, dict):
         return {key: value}
-    return {name: item for part in value for name, item in flat(value[part], f"{key}.{part}".strip(".")).items()}
+    return {name: item for field in value for name, item in flat(value[field], f"{key}.{field}".strip(".")).items()}
 
 
 def small(config: Config) -> Config:
+    """Return what `--tiny` makes of a config, without making models."""
     return tiny(config, replaced_models(config), Path("folder"))
 
 
-def own(**settings: object) -> Config:
+def user_config(**settings: object) -> Config:
     """Make the config of a user's own recipe."""
     recipe = {
         "iterations": 100,
@@ -65,8 +69,9 @@ def own(**settings: object) -> Config:
         "batch": {"prompts": 64, "group_size": 8},
         "engine": "vllm",
     }
+
     changes = [{key: value} for key, value in settings.items()]
-    return build_config(recipe, None, changes)
+    return build_config(recipe, arm=None, overrides=changes)
 
 
 # What changes
@@ -74,33 +79,39 @@ def own(**settings: object) -> Config:
 ENGINES = ("engine.", "evaluation.engine.")  # another engine has other settings
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_of_every_arm_only_the_size_changes(recipe: str) -> None:
-    for arm in load_recipe(recipe)["arms"]:
-        assert_only_the_size_changes(resolve(recipe, arm, []))
-
-
 def assert_only_the_size_changes(config: Config) -> None:
+    """Compare a recipe's config with what `--tiny` makes of it, setting by setting."""
     result = small(config)
     before, after = flat(config.model_dump()), flat(result.model_dump())
     changed = {key for key in before if before[key] != after.get(key) and not key.startswith(ENGINES)}
-    assert (
-        changed <= MAY_CHANGE and {key for key in after.keys() - before.keys() if not key.startswith(ENGINES)} == set()
-    )
+    added = {key for key in after.keys() - before.keys() if not key.startswith(ENGINES)}
+    assert changed <= MAY_CHANGE
+    assert added == set()
+
     kernels = ("engine.attn_implementation", "engine.quantization", "engine.kv_cache_dtype")
     assert all(after[key] == before[key] for key in kernels if key in before)
+
     assert result.batch.steps_per_iteration == config.batch.steps_per_iteration
     assert result.batch.rollouts <= max(32, 2 * config.batch.steps_per_iteration)
     assert min(config.batch.group_size, 2) <= result.batch.group_size <= 4
+
     longest = min(config.sampling.max_new_tokens, 32)
     assert result.iterations == 2 and result.sampling.max_new_tokens == longest
+
     assert result.engine.name == "transformers" and result.engine.dtype == config.engine.dtype
     assert (result.evaluation.engine is None) == (config.evaluation.engine is None)
     assert result.evaluation.engine is None or result.evaluation.engine.name == "transformers"
     assert result.evaluation.problems <= 4 and min(config.evaluation.k, 2) == result.evaluation.k
+
     if config.task.name == "math":
         assert result.task.test.source.startswith("folder/data/test/")
         assert result.batch.micro_batch_tokens < 600 < config.batch.micro_batch_tokens
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_of_every_arm_only_the_size_changes(recipe: str) -> None:
+    for arm in load_recipe(recipe)["arms"]:
+        assert_only_the_size_changes(resolve(recipe, arm, []))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +126,7 @@ def assert_only_the_size_changes(config: Config) -> None:
     ],
 )
 def test_a_batch_keeps_its_optimizer_steps(batch: dict, expected: tuple) -> None:
-    config = own(batch=batch)
+    config = user_config(batch=batch)
     result = small(config).batch
     assert (result.prompts, result.group_size, result.mini_batch_size) == expected
     assert result.steps_per_iteration == config.batch.steps_per_iteration
@@ -123,23 +134,25 @@ def test_a_batch_keeps_its_optimizer_steps(batch: dict, expected: tuple) -> None
 
 def test_lengths_keep_proportions_and_stop_tokens_meaning() -> None:
     overlong = {"len": 1024, "penalty_factor": 1.0}
-    result = small(own(sampling={"max_new_tokens": 8192}, objective={"overlong_buffer": overlong}))
+    result = small(user_config(sampling={"max_new_tokens": 8192}, objective={"overlong_buffer": overlong}))
+
     assert result.objective.overlong_buffer.len == 4 and result.objective.overlong_buffer.penalty_factor == 1.0
     assert small(resolve("frozen_3b", None, [])).sampling.stop_token_ids == (256,)  # <end>, after all bytes
-    assert small(own()).sampling.stop_token_ids == ()
-    assert small(own(sampling={"num_top_log_probs": 1000})).sampling.num_top_log_probs == 128
+    assert small(user_config()).sampling.stop_token_ids == ()
+    assert small(user_config(sampling={"num_top_log_probs": 1000})).sampling.num_top_log_probs == 128
 
 
 def test_each_path_becomes_one_model() -> None:
     reference = {"path": "Qwen/Qwen2.5-1.5B-Instruct"}
     critic = {"path": "Qwen/Qwen2.5-7B", "optimizer": {"learning_rate": 1.0e-3}}
     result = small(
-        own(
+        user_config(
             objective={"reference": reference, "advantage": "gae"},
             critic=critic,
             rollout_model={"path": "Qwen/Qwen2.5-32B", "optimizer": None},
         )
     )
+
     assert result.policy.path == result.objective.reference.path == "folder/models/Qwen--Qwen2.5-1.5B-Instruct"
     assert result.critic.path == "folder/models/Qwen--Qwen2.5-7B"
     assert result.rollout_model.path == "folder/models/Qwen--Qwen2.5-32B"
@@ -147,19 +160,22 @@ def test_each_path_becomes_one_model() -> None:
 
 def test_a_gpu_is_not_needed_and_nothing_is_sent() -> None:
     assert small(resolve("quickstart", None, ["tracking.wandb={project: mine}"])).tracking.wandb is None
-    assert small(own(device="cuda")).device == "auto" and small(own(device="cpu")).device == "cpu"
+    assert small(user_config(device="cuda")).device == "auto" and small(user_config(device="cpu")).device == "cpu"
 
 
 def test_servers_become_transformers_too() -> None:
     server = {"name": "vllm_server", "urls": ["http://a:1"], "weights_folder": "/w", "dtype": "bf16"}
-    result = small(own(engine=server, evaluation={"engine": {"name": "vllm", "dtype": "bf16"}}))
-    assert {(one.name, one.dtype) for one in (result.engine, result.evaluation.engine)} == {("transformers", "bf16")}
+    result = small(user_config(engine=server, evaluation={"engine": {"name": "vllm", "dtype": "bf16"}}))
+    assert {(engine.name, engine.dtype) for engine in (result.engine, result.evaluation.engine)} == {
+        ("transformers", "bf16")
+    }
 
 
 def test_an_engine_of_another_kind_keeps_drafts_and_head() -> None:
     engine = {"name": "vllm", "draft": {"tokens": 3}, "head_dtype": "fp32"}
     rollout_model = {"path": "starter:rollout_model", "optimizer": {"learning_rate": 1e-4}, "share": 0.0}
-    result = small(own(engine=engine, rollout_model=rollout_model))
+    result = small(user_config(engine=engine, rollout_model=rollout_model))
+
     assert (result.engine.name, result.engine.head_dtype, result.draft) == (
         "transformers",
         "fp32",
@@ -170,15 +186,15 @@ def test_an_engine_of_another_kind_keeps_drafts_and_head() -> None:
 def test_starters_and_small_models_of_ones_own_stay(tmp_path: Path) -> None:
     config = resolve("quickstart", None, [])
     assert (small(config).policy, small(config).rollout_model) == (config.policy, config.rollout_model)
-    folder = make_tiny(own(), tmp_path).config.policy.path
-    config = own(policy={"path": folder})
+    folder = make_tiny(user_config(), tmp_path).config.policy.path
+    config = user_config(policy={"path": folder})
     assert small(config).policy.path == folder
 
 
 def test_a_large_folder_is_replaced_by_its_architecture(tmp_path: Path) -> None:
     settings = Qwen2Config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
     settings.save_pretrained(tmp_path / "mine")
-    config = own(policy={"path": str(tmp_path / "mine")})
+    config = user_config(policy={"path": str(tmp_path / "mine")})
     assert replaced_models(config).configs[config.policy.path].model_type == "qwen2"
     assert small(config).policy.path.endswith("--mine")
 
@@ -189,7 +205,7 @@ def test_a_model_whose_architecture_cannot_be_found_is_refused() -> None:
         match=r"the architecture of 'my/model', whose config\.json was not found.*starter:.*"
         r"give a folder that has the model's config\.json.*models/published\.py",
     ):
-        small(own(policy={"path": "my/model"}))
+        small(user_config(policy={"path": "my/model"}))
 
 
 # Tokenizers
@@ -200,7 +216,7 @@ def large_model(folder: Path, words: int | None) -> str:
     Qwen2Config(vocab_size=200_000, hidden_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
     if words is not None:
         tokenizer = own_tokenizer(BYTES)
-        tokenizer.add_tokens([f"word{number}" for number in range(words)])
+        tokenizer.add_tokens([f"word{index}" for index in range(words)])
         tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -208,18 +224,21 @@ def large_model(folder: Path, words: int | None) -> str:
 @pytest.mark.parametrize(("words", "others"), [(3, None), (3, 4), (None, 3)])
 def test_all_models_take_the_policys_tokenizer_or_bytes(words: int | None, others: int | None, tmp_path: Path) -> None:
     policy, rollout_model = large_model(tmp_path / "a", words), large_model(tmp_path / "b", others)
-    config = own(policy={"path": policy}, rollout_model={"path": rollout_model, "optimizer": None})
+    config = user_config(policy={"path": policy}, rollout_model={"path": rollout_model, "optimizer": None})
+
     made = make_tiny(config, tmp_path / "tiny")
     tokenizers = [load_tokenizer(model.path) for model in (made.config.policy, made.config.rollout_model)]
+
     check_same_tokenizer(*tokenizers)
     assert ("word2" in tokenizers[0].get_vocab()) == (words is not None)
+
     listed = [recipe for key, recipe, _ in made.changes if key == "tokenizer"]
     assert listed == ([] if words else ["the policy's own (not on this disk)"])
 
 
 def test_a_small_model_is_replaced_beside_a_large_one(tmp_path: Path) -> None:
-    other = {"path": large_model(tmp_path / "b", None), "optimizer": None}
-    config = own(policy={"path": "starter:text_policy"}, rollout_model=other)
+    other = {"path": large_model(tmp_path / "b", words=None), "optimizer": None}
+    config = user_config(policy={"path": "starter:text_policy"}, rollout_model=other)
     made = make_tiny(config, tmp_path / "tiny").config
     assert made.policy.path == str(tmp_path / "tiny" / "models" / "starter--text_policy")
     check_same_tokenizer(*(load_tokenizer(path) for path in (made.policy.path, made.rollout_model.path)))
@@ -239,6 +258,7 @@ SHORTENED = (
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, TinyRun, list[dict]]:
+    """A tiny run of a recipe with two models: its folder, the recipe's config, what was made of it, and its metrics."""
     folder = tmp_path_factory.mktemp("joint")
     config = resolve("joint_3b", "jackpot", SHORTENED)
     with pytest.MonkeyPatch.context() as patch:
@@ -250,13 +270,15 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config, TinyR
 def test_a_recipe_runs_without_hub_or_data(joint) -> None:
     folder, _, made, lines = joint
     _, line = lines
+
     learned(line)
     assert line["mismatch/kl_rollout_policy"] > 0.01 and 0.3 < line["obrs/acceptance"] < 0.99
     assert math.isfinite(line["eval/gsm8k/mean_at_k"])
     assert len((folder / "eval" / "iteration-000001-gsm8k.jsonl").read_text().splitlines()) == 4 * 2
     assert len(made.data) == 3 and all("made up in place of" in line for line in made.data)
+
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    shown = {(one["split"], one["source"], one["rows"]) for one in events if one["event"] == "data"}
+    shown = {(event["split"], event["source"], event["rows"]) for event in events if event["event"] == "data"}
     assert shown >= {("train", "math", 4), ("test", "math500", 4)}
 
 
@@ -266,6 +288,7 @@ def test_small_models_have_the_architecture_and_train_whole(joint) -> None:
         AutoModelForCausalLM.from_pretrained(path) for path in (made.config.policy.path, made.config.rollout_model.path)
     )
     like = load_config(config.policy.path)
+
     assert before.config.model_type == small_one.config.model_type == like.model_type
     assert before.config.tie_word_embeddings == like.tie_word_embeddings
     assert small_one.num_parameters() < before.num_parameters() / 2
@@ -273,17 +296,21 @@ def test_small_models_have_the_architecture_and_train_whole(joint) -> None:
     after = weights(folder, "policy")
     moved = [not torch.equal(after[name], value) for name, value in before.state_dict().items() if name in after]
     assert len(moved) == len(after) and all(moved)
+
     saved = load_tokenizer(folder / "checkpoints" / "last" / "policy")
     assert saved.eos_token_id == own_tokenizer(BYTES).eos_token_id and len(saved) > len(own_tokenizer(BYTES))
 
 
-def test_what_is_told_is_what_differs(joint) -> None:
+def test_the_changes_told_are_the_settings_that_differ(joint) -> None:
     _, config, made, _ = joint
     shown = {key: (old, new) for key, old, new in made.changes}
+
     assert shown["engine"] == ("vllm", "transformers") and shown["batch.group_size"][1] == 4
+
     before, after = flat(config.model_dump()), flat(made.config.model_dump())
     differing = {key for key in before if before[key] != after.get(key)}
     engines = {"engine", "evaluation.engine"}
+
     assert shown.keys() == {key for key in differing if not key.startswith(ENGINES)} | engines | {"tokenizer"}
     assert all((before[key], after[key]) == shown[key] for key in shown.keys() - engines - {"tokenizer"})
     assert shown["tokenizer"] == ("the policy's own (not on this disk)", "bytes, plain chat format")
@@ -293,7 +320,9 @@ def test_the_same_again_finds_the_run_and_its_models(joint, monkeypatch: pytest.
     monkeypatch.setattr("jackpot.analysis.plan.tiny.SEQUENCES", 16)
     folder, config, made, _ = joint
     stamps = {path: path.stat().st_mtime_ns for path in (folder / "tiny").rglob("*")}
+
     again = make_tiny(config, folder / "tiny")
+
     assert again.config == made.config and run(again.config, folder) == []
     assert {path: path.stat().st_mtime_ns for path in (folder / "tiny").rglob("*")} == stamps
 
@@ -302,38 +331,46 @@ def test_the_same_again_finds_the_run_and_its_models(joint, monkeypatch: pytest.
 
 
 def rows_of(made: TinyRun, file: str) -> list[dict]:
+    """Read a file of the data that was made."""
     path = Path(made.config.policy.path).parents[1] / "data" / file
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_benchmarks_that_are_here_give_their_first_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
-    real = [{"question": f"{number} " + "é" * 300, "answer": f"so\n#### 1{number}"} for number in range(9)]
+    real = [{"question": f"{index} " + "é" * 300, "answer": f"so\n#### 1{index}"} for index in range(9)]
     (tmp_path / "gsm8k_train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in real))
-    made = make_tiny(own(), tmp_path / "tiny")
+
+    made = make_tiny(user_config(), tmp_path / "tiny")
+
     assert made.data == [
         "train/gsm8k.jsonl: the first problems of gsm8k",
         "test/gsm8k.jsonl: made up in place of the problems of gsm8k",
     ]
+
     rows = rows_of(made, "train/gsm8k.jsonl")
-    assert [row["answer"] for row in rows] == [[f"1{number}"] for number in range(4)]
-    assert [row["problem"] for row in rows] == [f"{number} " + "é" * 149 for number in range(4)]  # 300 bytes
+    assert [row["answer"] for row in rows] == [[f"1{index}"] for index in range(4)]
+    assert [row["problem"] for row in rows] == [f"{index} " + "é" * 149 for index in range(4)]  # 300 bytes
+
     ids = load_tokenizer(made.config.policy.path).encode(r"\boxed{10}\boxed{13}\boxed{14}", add_special_tokens=False)
     assert len(ids) > 3 and sum(token_id >= 258 for token_id in ids) == 2  # 14 is of the fifth
 
 
 def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps([{"q": f"what is {number}?", "a": number + 0.0, "when": "now"} for number in range(9)]))
+    path.write_text(json.dumps([{"q": f"what is {index}?", "a": index + 0.0, "when": "now"} for index in range(9)]))
     data = {"source": str(path), "columns": {"problem": "q", "answer": "a"}}
-    config = own(task={"train": data, "test": data}, evaluation={"benchmarks": [str(path)]})
+    config = user_config(task={"train": data, "test": data}, evaluation={"benchmarks": [str(path)]})
+
     made = make_tiny(config, tmp_path / "tiny")
     files = ("train/mine.jsonl", "test/mine.jsonl", "benchmarks/mine.jsonl")
     first, *others = (rows_of(made, file) for file in files)
+
     assert all(rows == first for rows in others)
     assert first[3] == {"id": "3", "problem": "what is 3?", "answer": ["3"]}
+
     prompts = PromptStream(Math(own_tokenizer(BYTES), made.config.task), "train", seed=0).next(4)
-    assert {prompt.answer for prompt in prompts} < {str(number) for number in range(9)}
+    assert {prompt.answer for prompt in prompts} < {str(index) for index in range(9)}
 
 
 @pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])
@@ -341,9 +378,12 @@ def test_what_is_not_here_is_made_up_in_columns_of_its_own(source: str, tmp_path
     columns = {"problem": "{a.b} {c}", "answer": "reward_model.ground_truth", "options": ["x", "y"], "uid": "key"}
     train = {"source": source, "columns": columns, "answers": {"regex": "is (.*)"}}
     parts = {"subset": "all", "split": "part"}  # of the hub; a file has neither
-    made = make_tiny(own(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny")
+
+    made = make_tiny(user_config(task={"train": train | parts, "test": "gsm8k"}), tmp_path / "tiny")
     settings = made.config.task.train
+
     assert (settings.columns, settings.answers, settings.subset) == (ColumnsConfig(), None, None)
+
     rows = [json.loads(line) for line in Path(settings.source).read_text().splitlines()]
     assert len(rows) == 4 and all(row.keys() == {"problem", "answer", "id"} for row in rows)
 
@@ -363,13 +403,19 @@ def test_each_source_gets_a_file_and_long_texts_are_cut(tmp_path: Path) -> None:
         {"source": str(tmp_path / "other" / "train.json"), "columns": {"problem": "{Body} {Question}"}, "weight": 2.0},
         "gsm8k",
     ]
-    made = make_tiny(own(task={"train": train, "test": "gsm8k"}), tmp_path / "tiny")
+
+    made = make_tiny(user_config(task={"train": train, "test": "gsm8k"}), tmp_path / "tiny")
     task = Math(own_tokenizer(BYTES), made.config.task)
     room = made.config.batch.micro_batch_tokens - made.config.sampling.max_new_tokens
+
     assert all(len(task.prompt("train", index).token_ids) <= room for index in range(12))
+
     files = ["train/train.jsonl", "train1/train.jsonl", "train2/gsm8k.jsonl"]
-    assert [one.source for one in made.config.task.train] == [str(tmp_path / "tiny" / "data" / file) for file in files]
-    assert [one.weight for one in made.config.task.train] == [1.0, 2.0, 1.0]
+    assert [dataset.source for dataset in made.config.task.train] == [
+        str(tmp_path / "tiny" / "data" / file) for file in files
+    ]
+    assert [dataset.weight for dataset in made.config.task.train] == [1.0, 2.0, 1.0]
+
     (system, user), body = (rows_of(made, file)[0]["problem"] for file in files[:2])
     assert (system["role"], user["role"]) == ("system", "user")
     assert len(system["content"]) + len(user["content"]) == len(body) == 300
@@ -377,9 +423,10 @@ def test_each_source_gets_a_file_and_long_texts_are_cut(tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_the_data_is_told_as_in_any_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown benchmark 'gsm8kk'"):
-        make_tiny(own(task={"train": "gsm8kk"}), tmp_path)
+        make_tiny(user_config(task={"train": "gsm8kk"}), tmp_path)
+
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
-    config = own(task={"train": str(tmp_path / "bad.jsonl")})
+    config = user_config(task={"train": str(tmp_path / "bad.jsonl")})
     with pytest.raises(DataError, match="no column 'problem'"):
         make_tiny(config, tmp_path / "tiny")
 
