@@ -75,9 +75,12 @@ def submitted(script: str, folder: Path, programs: dict[str, str], nodes: str) -
 def test_the_script_is_valid_bash_and_asks_for_all_nodes(options: tuple[str, ...], tmp_path: Path) -> None:
     script = printed("quickstart", *options, cwd=tmp_path)
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+
     assert (done.returncode, done.stderr) == (0, "")
+
     nodes = {(): 1, "--gpus": 1, "--nodes": 16}[options[0] if options else ()]
     directives = script.splitlines()[1:10]
+
     assert f"#SBATCH --nodes={nodes}" in directives
     assert ("#SBATCH --gpus-per-node=8" in directives) == ("--gpus" not in options)
 
@@ -87,10 +90,13 @@ def test_every_node_gets_its_ranks(tmp_path: Path) -> None:
     run, description = str(tmp_path / "a run's $HOME"), "description=it's `one` $(date) word *"
     script = printed("joint_8b", description, "--nodes", "2", "--gpus", "2", "--run", run, cwd=tmp_path)
     records = RECORDS.format(python=sys.executable, folder=str(tmp_path))
+
     with submitted(script, tmp_path, {"torchrun": records}, "one,two") as job:
         assert job.wait(60) == 0, (tmp_path / "output").read_text()
+
     [training] = [json.loads(path.read_text()) for path in tmp_path.glob("torchrun-*.json")]
     words = training["arguments"]
+
     assert words[: words.index("--")] == [
         "--nnodes=2",
         "--nproc-per-node=2",
@@ -123,7 +129,8 @@ REFUSED = {
 def test_what_a_job_cannot_do_is_refused_before_it_is_submitted(case: str, tmp_path: Path) -> None:
     arguments, expected = REFUSED[case]
     result = jackpot("launch", *arguments, cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (2, "") and expected in result.stderr
+    assert (result.returncode, result.stdout) == (2, "")
+    assert expected in result.stderr
 
 
 @pytest.mark.slow
@@ -135,10 +142,15 @@ def test_sigterm_ends_a_job_with_a_checkpoint(tmp_path: Path) -> None:
     with submitted(script, tmp_path, {}, "localhost") as job:
         deadline = time.monotonic() + 240.0
         while not log.exists() or '"iteration": 1,' not in log.read_text():
-            assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+            assert job.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "output").read_text()
             time.sleep(0.1)
         job.terminate()
+
         assert job.wait(120) == 0, (tmp_path / "output").read_text()
+
     newest = read_lines(tmp_path / "run")[-1]["iteration"]
-    assert 1 <= newest < 500 and (tmp_path / "run" / "checkpoints" / "last").readlink() == Path(f"step-{newest}")
+
+    assert 1 <= newest < 500
+    assert (tmp_path / "run" / "checkpoints" / "last").readlink() == Path(f"step-{newest}")
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["starts"][0]["ranks"] == 2

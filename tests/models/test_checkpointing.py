@@ -59,7 +59,9 @@ def test_states_and_gradients_are_bit_equal_and_less_is_kept(model: PreTrainedMo
     hidden, grads, kept = states_and_gradients(model)
     checkpoint_activations(model)
     model.eval()
+
     again, grads_again, kept_again = states_and_gradients(model)
+
     assert torch.equal(hidden, again)
     assert all(torch.equal(one, other) for one, other in zip(grads, grads_again, strict=True))
     assert kept_again < kept / 3
@@ -77,12 +79,15 @@ def test_every_trained_model_is_checkpointed_and_no_other() -> None:
         role: load_trained(config, role, path, torch.device("cpu"), False)
         for role, path in config.model_paths().items()
     }
+
     assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
+
     settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")
     critic = load_trained(small_config(*settings), "critic", config.policy.path, torch.device("cpu"), False)
     for model in (loaded["policy"], critic):
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        assert layers and all(isinstance(layer.forward, partial) for layer in layers)
+        assert layers
+        assert all(isinstance(layer.forward, partial) for layer in layers)
 
 
 @pytest.mark.slow

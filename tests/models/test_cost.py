@@ -45,9 +45,11 @@ def test_a_forward_pass_does_what_is_counted(name: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(tokens)[None], use_cache=False)
     cost, angles = forward_cost(model), 0
+
     for module, operations in counter.get_flop_counts().items():
         if module.endswith(".rotary_emb"):  # where each token is, which transformers 5.17 works out by a product
             angles += sum(operations.values())
+
     assert counter.get_total_flops() - angles == cost.per_token * tokens + cost.per_pair * tokens * tokens
 
 

@@ -40,8 +40,10 @@ def test_the_reported_distribution_is_the_one_that_draws(lam):
     kept = np.minimum(Q, P / lam)
     residual = np.maximum(P - kept, 0.0)
     expected = kept + (1.0 - kept.sum()) * residual / residual.sum()
+
     assert drawn_from(P, Q, lam) == pytest.approx(expected, abs=5 / GRID)
     assert one_verdict(P, Q, lam).log_probs[0].exp().numpy() == pytest.approx(expected, abs=1e-7)
+
     if lam == 1.0:
         assert expected == pytest.approx(P, abs=1e-15)
     else:
@@ -50,7 +52,10 @@ def test_the_reported_distribution_is_the_one_that_draws(lam):
 
 def test_a_smaller_lam_accepts_more():
     accepted = [np.minimum(Q, P / lam).sum() for lam in (1.0, 0.7, 0.25)]
-    assert accepted == sorted(accepted) and accepted[0] < accepted[-1]
+
+    assert accepted == sorted(accepted)
+    assert accepted[0] < accepted[-1]
+
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5)[:, None].expand(-1, 2) / 1000
     for lam, share in ((1.0, 0.25), (0.5, 0.5)):  # of the draft 0, where p / q is 0.25
         rows = [torch.tensor(one).float().expand(1000, -1) for one in (np.log(P + 1e-30), Q)]
@@ -64,7 +69,9 @@ def test_without_a_draft_the_token_is_the_models_own(q, lam):
     p = P + 0.01 * (P == 0.0)
     p /= p.sum()
     verdict = one_verdict(p, q, lam)
-    assert not verdict.accepted.any() and torch.isfinite(verdict.log_probs).all()
+
+    assert not verdict.accepted.any()
+    assert torch.isfinite(verdict.log_probs).all()
     assert int(verdict.replacements) == int(np.searchsorted(p.cumsum(), 0.5))
     assert verdict.log_probs[0].exp().numpy() == pytest.approx(p, abs=1e-7)
 

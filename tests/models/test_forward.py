@@ -63,8 +63,10 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def test_hidden_states_predict_each_token_whatever_the_padding(model, padding):
     batch = token_batch(padding)
     hidden = token_hidden(model, batch, batch.attention_mask.flatten().nonzero()[:, 0])
+
     assert hidden.shape == (batch.attention_mask.sum(), 32)
     assert torch.equal(response_hidden(model, batch), hidden[batch.response_mask[batch.attention_mask]])
+
     logits = head_logits(model, hidden).split([len(response) for _, response in RESPONSES])
     for row, (prompt, response) in enumerate(RESPONSES):
         ids = torch.tensor([[*PROMPTS[prompt], *response]])
@@ -86,6 +88,7 @@ def repeat_prompts(batch: TokenBatch) -> TokenBatch:
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_shared_prompt_gives_the_same_states_and_gradients(model, padding):
     assert can_share_prompts(model)
+
     model, batch = model.double(), token_batch(padding)
     grads, states = [], []
     for one in (batch, repeat_prompts(batch)):
@@ -94,6 +97,7 @@ def test_a_shared_prompt_gives_the_same_states_and_gradients(model, padding):
         (hidden.sin() * torch.arange(hidden.shape[1])).sum().backward()
         states.append(hidden.detach())
         grads.append(torch.cat([p.grad.flatten() for p in backbone(model).parameters()]))
+
     assert torch.allclose(states[0], states[1], rtol=0, atol=1e-12)
     assert (grads[0] - grads[1]).norm() < 1e-6 * grads[1].norm()  # norms and angles are float32 inside
 
@@ -119,8 +123,11 @@ def test_responses_of_one_token_are_predicted_by_prompts(model):
     batch = token_batch()
     short = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
     first = torch.arange(len(RESPONSES))
+
     whole = token_hidden(model, batch, first * batch.response_ids.shape[1])
+
     assert torch.allclose(token_hidden(model, short, first), whole, atol=2e-5)
+
     none = replace(batch, response_ids=batch.response_ids[:, :0], attention_mask=batch.attention_mask[:, :0])
     for empty in (none, repeat_prompts(none)):
         assert token_hidden(model, empty, first[:0]).shape == (0, 32)
@@ -193,6 +200,7 @@ def test_a_model_without_a_linear_head_or_a_base_is_refused():
     model = MODELS["Qwen3"]()
     with pytest.raises(ModelError, match="no causal language model"):
         backbone(model.model)
+
     model.lm_head = nn.Identity()
     with pytest.raises(ModelError, match="no linear output layer"):
         output_layer(model)
@@ -228,14 +236,18 @@ def test_a_wide_head_of_an_engine_is_that_of_training(tied):
     hidden, ids = torch.randn(64, 32).bfloat16(), torch.arange(64) % V
     trained = trained.float()
     gaps = []
+
     for widen in (lambda model: None, widen_head):
         for model in (trained, engine):
             names, weight = [name for name, _ in model.named_parameters()], output_layer(model).weight
             widen(model)
-            assert output_layer(model).weight is weight and [name for name, _ in model.named_parameters()] == names
+            assert output_layer(model).weight is weight
+            assert [name for name, _ in model.named_parameters()] == names
         with torch.autocast("cpu", torch.bfloat16):
             learned = LinearHead(output_layer(trained))(hidden.float(), None, ids, temperature=1.0).log_probs
         sampled = head_logits(engine, hidden).log_softmax(-1).gather(1, ids[:, None])[:, 0]
         exact = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, ids[:, None])[:, 0]
         gaps.append([(found - exact).abs().max().item() for found in (learned, sampled)])
-    assert min(gaps[0]) > 1e-4 and max(gaps[1]) < 1e-6
+
+    assert min(gaps[0]) > 1e-4
+    assert max(gaps[1]) < 1e-6

@@ -94,10 +94,13 @@ def test_outputs_and_gradients_stay_as_they_were(name: str) -> None:
     kind, options, parts = MODELS[name]
     model = model_of(kind, options)
     names, before = list(model.state_dict()), states_and_gradients(model)
+
     random = torch.random.get_rng_state()
+
     assert fuse(model) == parts
     assert distances(states_and_gradients(model), before) < TOLERANCE
-    assert fuse(model) == 0 and list(model.state_dict()) == names
+    assert fuse(model) == 0
+    assert list(model.state_dict()) == names
     assert torch.equal(torch.random.get_rng_state(), random)
     with torch.no_grad():
         assert torch.allclose(response_hidden(model, batch()).double(), before[0], atol=1e-5)
@@ -116,7 +119,9 @@ def test_autocast_rounds_as_before(name: str) -> None:
     model = model_of(*MODELS[name][:2])
     exact, before = states_and_gradients(model), states_and_gradients(model, torch.bfloat16)
     fuse(model)
+
     after = states_and_gradients(model, torch.bfloat16)
+
     assert distances(after, before) < 0.3 * distances(before, exact)
     assert distances(after, exact) < 1.1 * distances(before, exact)
 
@@ -126,8 +131,11 @@ def test_checkpointed_layers_compute_so_again_in_backward() -> None:
     before = states_and_gradients(model)
     fuse(model)
     plain = states_and_gradients(model)
+
     checkpoint_activations(model)
-    assert all(map(torch.equal, states_and_gradients(model), plain)) and distances(plain, before) < TOLERANCE
+
+    assert all(map(torch.equal, states_and_gradients(model), plain))
+    assert distances(plain, before) < TOLERANCE
 
 
 def test_an_adapter_on_every_product_is_trained_as_before() -> None:
@@ -138,6 +146,7 @@ def test_an_adapter_on_every_product_is_trained_as_before() -> None:
         for name, weight in one.named_parameters():
             if "lora_B" in name:
                 nn.init.constant_(weight, 0.1)
+
     assert distances(states_and_gradients(model), states_and_gradients(own)) < TOLERANCE
 
 
@@ -145,9 +154,11 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     model = model_of(*MODELS["Qwen3"][:2])
     fuse(model)
     other, before = copy.deepcopy(model), states_and_gradients(model)
+
     with torch.no_grad():
         for weight in other.parameters():
             weight.zero_()
+
     assert distances(states_and_gradients(model), before) == 0.0
     assert not response_hidden(other, batch()).any()
 
@@ -166,7 +177,8 @@ class OtherEpsilon(nn.Module):
 def test_a_module_that_computes_otherwise_stays_as_it_is() -> None:
     model = model_of(*MODELS["Llama"][:2])
     model.model.norm = OtherEpsilon()
-    assert fuse(model) == MODELS["Llama"][2] - 1 and "forward" not in vars(model.model.norm)
+    assert fuse(model) == MODELS["Llama"][2] - 1
+    assert "forward" not in vars(model.model.norm)
 
 
 def test_fewer_activations_wait_for_backward() -> None:
@@ -199,4 +211,5 @@ def test_a_second_derivative_is_refused() -> None:
 def test_models_in_training_are_fused() -> None:
     config = small_config()
     model = load_trained(config, "policy", config.model_paths()["policy"], torch.device("cpu"), False)
-    assert fuse(model) == 0 and "forward" in vars(model.model.norm)
+    assert fuse(model) == 0
+    assert "forward" in vars(model.model.norm)

@@ -78,6 +78,7 @@ def test_a_model_comes_in_its_dtype_and_in_eval_mode(original, dtype):
     model = load_model(original, dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert not model.training
+
     expected = qwen().to(dtype)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     assert load_model(str(original), dtype).device == torch.device("cpu")
@@ -94,7 +95,9 @@ def test_weights_lie_where_torch_puts_its_own(tmp_path):
     critic = load_value_model("starter:rollout_model", torch.float32)
     critic.save_pretrained(tmp_path)  # its bias of 4 bytes comes first, and moves the others
     again = load_value_model(tmp_path, torch.float32)
+
     assert {weight.data_ptr() % 64 for one in (critic, again) for weight in one.parameters()} == {0}
+
     tied = load_model("starter:rollout_model", torch.float32)
     assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
 
@@ -102,10 +105,12 @@ def test_weights_lie_where_torch_puts_its_own(tmp_path):
 def assert_same_model(found, wanted) -> None:
     """All but dtypes and addresses of the weights is the same."""
     ours, theirs = dict(found.named_parameters()), dict(wanted.named_parameters())
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name].float(), theirs[name]) for name in theirs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name].float(), theirs[name]) for name in theirs)
     buffers = dict(found.named_buffers())
     assert all(torch.equal(buffers[name], one) for name, one in wanted.named_buffers())
-    assert found.config.to_dict() == wanted.config.to_dict() and found.name_or_path == wanted.name_or_path
+    assert found.config.to_dict() == wanted.config.to_dict()
+    assert found.name_or_path == wanted.name_or_path
     assert getattr(found, "generation_config", None) == getattr(wanted, "generation_config", None)
     assert not found.training
 
@@ -122,8 +127,11 @@ def test_weights_that_stay_in_files_are_those_that_are_loaded(folder, tmp_path, 
     model.generation_config = GenerationConfig(eos_token_id=[3, 4])
     shutil.rmtree(folder)
     model.save_pretrained(folder, max_shard_size=size)
+
     found = load_it(folder, torch.float32, None)
+
     assert {one.dtype for one in found.base_model.parameters()} == {dtype}
+
     places = [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in maps() if str(folder) in line]
     assert all(any(one.data_ptr() in place for place in places) for one in found.base_model.parameters())
     assert_same_model(found, load_it(folder, torch.float32))
@@ -134,7 +142,9 @@ def test_a_file_with_other_names_or_kinds_is_read(folder, prefix, dtype):
     weights = load_file(folder / "model.safetensors")
     renamed = {name.removeprefix(prefix): one.to(dtype) for name, one in weights.items()}
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+
     found = load_model(folder, torch.float32, None)
+
     assert {one.dtype for one in found.parameters()} == {torch.float32}
     assert_same_model(found, load_model(folder, torch.float32))
 
@@ -168,6 +178,7 @@ def test_an_index_names_safetensors_of_its_own_folder_alone(folder, name, place)
     file = folder / (name or "weights.safetensors").replace("a/../../", "../").lstrip("/")
     given = str(file) if name and name.startswith("/") else name
     name_files(folder, file, given)
+
     with pytest.raises(
         ModelError, match=rf"index\.json of {folder} names {given!r} as .* inside of the model's folder"
     ):
@@ -242,7 +253,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name(folder, value, load_it,
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights[name][-1, 3] = value  # one of all: the embedding of a token that no text may ever use
+
     save_file(weights, file, metadata={"format": "pt"})
+
     with pytest.raises(ModelError, match=rf"in {folder} are damaged: {name} has .* 1 of 2\d tensors"):
         load_it(folder, torch.float32, place)
 
@@ -327,8 +340,10 @@ def test_an_unknown_starter_is_refused_with_a_guess():
 
 def test_a_hub_name_goes_to_the_hub_and_no_relative_folder(original, monkeypatch):
     assert resolve_path("Qwen/Qwen3-0.6B-Base") == "Qwen/Qwen3-0.6B-Base"
+
     monkeypatch.chdir(original.parent.parent)
     relative = f"{original.parent.name}/original"
+
     assert resolve_path(relative) == relative
     assert load_model(relative, torch.float32).config.vocab_size == 20
     for path in ("one/two/three", "./one/two", "../one", "name"):
@@ -393,6 +408,7 @@ def test_every_token_needs_a_row_in_the_shortest_output_layer(tmp_path):
     paths = {role: str(tmp_path / role) for role in ("policy", "rollout_model")}
     for path, size in zip(paths.values(), (12, 3), strict=True):
         save_tiny_model(Path(path), seed=0, vocab_size=size)
+
     assert head_rows(paths) == head_rows(paths, tokenizer("<unk>", "a", "b")) == 3
     with pytest.raises(ModelError, match="has 4 tokens, and the output layer of the rollout model only 3 rows"):
         head_rows(paths, tokenizer("<unk>", "a", "b", "c"))

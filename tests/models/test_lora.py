@@ -82,17 +82,23 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 def test_a_new_adapter_changes_nothing_and_alone_is_trained(folder: Path) -> None:
     plain, model = load_model(folder, torch.float32), adapted(folder, moved=False)
-    assert type(model) is type(plain) and torch.equal(logits(model), logits(plain))
+    assert type(model) is type(plain)
+    assert torch.equal(logits(model), logits(plain))
     assert equal(dict(merged_weights(model)), dict(plain.named_parameters()))
-    assert trainable(model) and all(".lora_" in name for name in trainable(model))
+    assert trainable(model)
+    assert all(".lora_" in name for name in trainable(model))
 
 
 def test_the_seed_alone_decides_a_new_adapter(folder: Path) -> None:
     torch.manual_seed(0)
     first = trainable(adapted(folder, seed=3, moved=False))
     drawn = torch.rand(4)
+
     second, other = (trainable(adapted(folder, seed=seed, moved=False)) for seed in (3, 4))
-    assert equal(first, second) and not equal(first, other)
+
+    assert equal(first, second)
+    assert not equal(first, other)
+
     torch.manual_seed(0)
     assert torch.equal(drawn, torch.rand(4))
 
@@ -114,8 +120,10 @@ def test_all_linear_is_every_linear_layer_but_the_head(folder: Path) -> None:
 def test_an_unknown_target_module_is_refused_with_the_valid_ones(folder: Path, wrong: str) -> None:
     with pytest.raises(ModelError) as error:
         adapted(folder, LoraConfig(target_modules=("v_proj", wrong)))
+
     text = str(error.value)
-    assert text.startswith("unknown target module of Qwen") and f" {wrong!r}" in text
+    assert text.startswith("unknown target module of Qwen")
+    assert f" {wrong!r}" in text
     assert text.endswith("Valid: all-linear, down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
 
 
@@ -140,8 +148,13 @@ def test_a_missing_peft_is_named_with_its_command(folder: Path, monkeypatch: pyt
 def test_merged_weights_are_w_plus_alpha_over_rank_times_b_a(folder: Path, config: LoraConfig) -> None:
     model, plain = adapted(folder, config), dict(load_model(folder, torch.float32).named_parameters())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    merged, adapter, changed = list(merged_weights(model)), trainable(model), set()
+    merged = list(merged_weights(model))
+    adapter = trainable(model)
+
+    changed = set()
+
     assert [name for name, _ in merged] == list(plain)
+
     for name, weight in merged:
         place = name.removesuffix(".weight")
         wanted = plain[name].double()
@@ -149,7 +162,9 @@ def test_merged_weights_are_w_plus_alpha_over_rank_times_b_a(folder: Path, confi
             a, b = (adapter[f"{place}.lora_{side}.default.weight"].double() for side in "AB")
             wanted = wanted + config.alpha / config.rank * b @ a
             changed.add(place)
-        assert weight.dtype == torch.float32 and not weight.requires_grad
+
+        assert weight.dtype == torch.float32
+        assert not weight.requires_grad
         torch.testing.assert_close(weight.double(), wanted, rtol=1e-6, atol=1e-6)
     assert len(adapter) == 2 * len(changed) > 0
     assert equal(before, model.state_dict())
@@ -160,7 +175,9 @@ def test_an_engine_gets_merged_weights_in_its_dtype(folder: Path) -> None:
     model = adapted(folder)
     own = {parameter.data_ptr() for parameter in model.parameters()}
     merged, exact = dict(merged_weights(model, torch.bfloat16)), dict(merged_weights(model))
+
     is_own = {name: weight.data_ptr() in own for name, weight in merged.items()}
+
     assert len(set(is_own.values())) == 2
     for name, weight in merged.items():
         assert weight.dtype == (torch.float32 if is_own[name] else torch.bfloat16)
@@ -182,12 +199,16 @@ def test_a_saved_folder_is_a_plain_model_and_pefts_adapter(folder: Path, tmp_pat
     model = adapted(folder)
     model_writer(model, tmp_path / "saved", WHOLE)()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+
     assert type(saved) is type(model)
     assert equal(dict(saved.named_parameters()), dict(merged_weights(model)))
+
     names = {path.name for path in (tmp_path / "saved").glob("*.safetensors")}
     assert names == {"model.safetensors"}
+
     base = AutoModelForCausalLM.from_pretrained(folder)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter").eval()
+
     assert torch.equal(logits(theirs), logits(model))
     assert json.loads((tmp_path / "saved" / "adapter" / "adapter_config.json").read_text())["r"] == SMALL.rank
 
@@ -203,14 +224,17 @@ def test_a_loaded_adapter_is_the_saved_one_bit_by_bit(folder: Path, tmp_path: Pa
     model, again = adapted(folder), adapted(folder, seed=5, moved=False)
     model_writer(model, tmp_path / "saved", WHOLE)()
     load_adapter(again, tmp_path / "saved")
-    assert equal(trainable(again), trainable(model)) and equal(again.state_dict(), model.state_dict())
+    assert equal(trainable(again), trainable(model))
+    assert equal(again.state_dict(), model.state_dict())
 
 
 def test_an_adapter_is_refused_beside_other_weights(folder: Path, tmp_path: Path) -> None:
     model_writer(adapted(folder), tmp_path / "step-2" / "policy", WHOLE)()
     other = load_model(folder, torch.float32)
     other.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1e-3
+
     add_adapter(other, SMALL, 0)
+
     with pytest.raises(CheckpointError, match=r"trained on other weights than those now in .*base"):
         load_adapter(other, tmp_path / "step-2" / "policy")
 
@@ -229,7 +253,9 @@ def test_a_damaged_adapter_is_refused_and_named(folder: Path, tmp_path: Path, da
     else:
         changed = {} if damage == "a tensor less" else {first: tensors[first][:1]}
         save_file({name: tensor for name, tensor in tensors.items() if name != first} | changed, path)
+
     before = {name: tensor.clone() for name, tensor in trainable(model).items()}
+
     with pytest.raises(CheckpointError, match=r"cannot read the adapter .*step-2/policy.*continue from the checkpoint"):
         load_adapter(model, place)
     assert equal(before, trainable(model))

@@ -92,12 +92,16 @@ def distance(one: Tensor, other: Tensor) -> float:
 def test_a_packed_row_gives_what_the_rectangle_gives(name: str) -> None:
     model, batch = model_of(*MODELS[name]), token_batch()
     own = model.config._attn_implementation
+
     assert can_pack(model)
+
     exist = batch.attention_mask.flatten().nonzero()[:, 0]  # a tool's tokens too
     expected = token_hidden(model, batch, exist)
+
     assert torch.allclose(token_hidden(model, packed(batch), exist), expected, atol=1e-5)
     assert distance(gradient(model, packed(batch)), gradient(model, batch)) < 1e-6
-    assert model.config._attn_implementation == own and "jackpot" not in model.config.to_json_string()
+    assert model.config._attn_implementation == own
+    assert "jackpot" not in model.config.to_json_string()
 
 
 CASES = {
@@ -117,12 +121,14 @@ def test_any_batch_can_be_packed(case: str) -> None:
     columns = torch.tensor([column for _, ids in responses for column in range(len(ids))])
     batch = replace(token_batch(), packed=row)
     states = token_hidden(model, batch, index * row.predicting.shape[1] + columns)
+
     alone = [
         backbone(model)(input_ids=torch.tensor([[*prompts[prompt], *ids]])).last_hidden_state[
             0, len(prompts[prompt]) - 1 : -1
         ]
         for prompt, ids in responses
     ]
+
     assert torch.allclose(states, torch.cat(alone), atol=1e-5)
 
 
@@ -132,10 +138,13 @@ def test_checkpointed_layers_read_the_row_again_in_backward(name: str) -> None:
     model, batch = model_of(*MODELS[name]), packed(token_batch())
     plain = gradient(model, batch)
     checkpoint_activations(model)
+
     assert torch.equal(gradient(model, batch), plain)
+
     loss = response_hidden(model, batch).sum()
     weights = [model.get_input_embeddings().weight]
     once, again = (torch.autograd.grad(loss, weights, retain_graph=True)[0] for _ in range(2))
+
     assert torch.equal(once, again)
     assert distance(gradient(model, token_batch()), plain) < 1e-6
 
@@ -146,7 +155,9 @@ def test_an_adapter_is_trained_as_in_the_rectangle() -> None:
     for _, weight in model.named_parameters():
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.1)
-    assert can_pack(model) and distance(gradient(model, packed(batch)), gradient(model, batch)) < 1e-6
+
+    assert can_pack(model)
+    assert distance(gradient(model, packed(batch)), gradient(model, batch)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -179,14 +190,17 @@ def by_loop(
     """What torch's kernel of several lengths computes: causal, the last query aligned with the last key."""
     outputs, (before, _) = [], options["window_size"]
     sizes = zip(ends.diff().tolist(), key_ends.diff().tolist(), strict=True)
-    assert ends.dtype == key_ends.dtype == torch.int32 and (most, most_keys) == (
+    assert ends.dtype == key_ends.dtype == torch.int32
+    assert (most, most_keys) == (
         ends.diff().max(),
         key_ends.diff().max(),
     )
     for (queries, keys), start, first in zip(sizes, ends.tolist(), key_ends.tolist(), strict=False):
         places, columns = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
         mask = (columns <= places) & ((columns >= places - before) | (before < 0))
-        q, k, v = query[start : start + queries], key[first : first + keys], value[first : first + keys]
+        q = query[start : start + queries]
+        k = key[first : first + keys]
+        v = value[first : first + keys]
         parts = [states.transpose(0, 1) for states in (q, k, v)]
         options = {"scale": options["scale"], "enable_gqa": True}
         outputs.append(torch.nn.functional.scaled_dot_product_attention(*parts, mask, **options).transpose(0, 1))
@@ -257,7 +271,8 @@ def by_pairs(
             (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
         )
     )
-    assert not (every & ~pairs).any() and not (every & partial).any()
+    assert not (every & ~pairs).any()
+    assert not (every & partial).any()
     mask = every | (partial & pairs)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
@@ -295,6 +310,7 @@ def test_whole_blocks_are_listed_and_those_of_others_are_not(monkeypatch: pytest
     monkeypatch.setattr(packed_flex, "BLOCK", 4)
     row = pack_row([[3] * 8, [4] * 4], [0, 0, 1], [torch.arange(9), torch.arange(5), torch.arange(5)])
     mask = packed_flex.block_mask(row, None)  # places 0 to 7, 8 to 15 and 16 to 19 behind them; 20 to 27
+
     assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 2, 0, 1]
     assert mask.kv_num_blocks[0, 0].tolist() == [1] * 7
     assert packed_flex.block_mask(row, 8).full_kv_num_blocks[0, 0].tolist() == [0, 1, 1, 1, 1, 0, 1]
@@ -330,10 +346,13 @@ def test_other_models_read_the_rectangle(why: str) -> None:
 def test_what_is_not_computed_is_an_error() -> None:
     model = model_of(*REFUSED["a soft cap"])
     model.config.attn_logit_softcapping = None  # its layers have it still
+
     with pytest.raises(ModelError, match="Gemma2Attention takes softcap, so it cannot read rows without padding"):
         response_hidden(model, packed(token_batch()))
     assert model.config._attn_implementation != packed_attention.PACKED
+
     other = model_of(*MODELS["Qwen3"])
     other.model.layers[0].self_attn.is_causal = False
+
     with pytest.raises(ModelError, match="is not causal"):
         response_hidden(other, packed(token_batch()))

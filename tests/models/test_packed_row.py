@@ -49,7 +49,9 @@ def before(row: PackedRow) -> dict[int, list[int]]:
 
 def before_by_sequence(row: PackedRow) -> dict[int, list[int]]:
     """The same as sequences of their own lengths have them, queries aligned with the last keys."""
-    found, ends, key_ends = {}, row.cu_queries.tolist(), row.cu_keys.tolist()
+    found = {}
+    ends = row.cu_queries.tolist()
+    key_ends = row.cu_keys.tolist()
     for number, (start, end) in enumerate(pairwise(ends)):
         keys = row.token_ids[row.sequence_keys[key_ends[number] : key_ends[number + 1]]].tolist()
         for place in range(start, end):
@@ -65,10 +67,12 @@ def test_every_token_attends_to_its_sequence_before_it_alone(groups) -> None:
     for number, response in zip(index, responses, strict=True):
         tokens = [*prompts[number], *response.tolist()[:-1]]
         expected |= {token: tokens[: place + 1] for place, token in enumerate(tokens)}
+
     assert sorted(row.token_ids.tolist()) == sorted(expected)
     assert before(row) == before_by_sequence(row) == expected
     assert row.positions.tolist() == [len(expected[token]) - 1 for token in row.token_ids.tolist()]
     assert row.longest == (int(row.cu_queries.diff().max()), int(row.cu_keys.diff().max()))
+
     for number, response, places in zip(index, responses, row.predicting, strict=True):
         tokens = [*prompts[number], *response.tolist()]
         assert row.token_ids[places[: len(response)]].tolist() == tokens[len(prompts[number]) - 1 : -1]
@@ -76,9 +80,12 @@ def test_every_token_attends_to_its_sequence_before_it_alone(groups) -> None:
 
 def test_the_example_of_the_types_is_right() -> None:
     row = pack_row([[5, 6], [7]], [0, 0, 1], [torch.tensor(ids) for ids in ([8, 9, 1], [1], [9, 1])])
-    assert row.token_ids.tolist() == [5, 6, 8, 9, 7, 9] and row.positions.tolist() == [0, 1, 2, 3, 0, 1]
+
+    assert row.token_ids.tolist() == [5, 6, 8, 9, 7, 9]
+    assert row.positions.tolist() == [0, 1, 2, 3, 0, 1]
     assert row.predicting.tolist() == [[1, 2, 3], [1, 0, 0], [4, 5, 0]]
-    assert row.cu_queries.tolist() == [0, 2, 4, 6] and row.cu_keys.tolist() == [0, 2, 6, 8]
+    assert row.cu_queries.tolist() == [0, 2, 4, 6]
+    assert row.cu_keys.tolist() == [0, 2, 6, 8]
     assert row.sequence_keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
 
 

@@ -24,7 +24,8 @@ def tokens(run: Sequence[tuple[int, int]], pads: bool) -> int:
 @given(rows, budgets, st.booleans())
 def test_runs_have_every_row_and_are_as_long_as_they_may(lengths, budget, pads) -> None:
     runs = list(pack(lengths, budget, lambda row: row, pads))
-    assert [row for run in runs for row in run] == lengths and all(runs)
+    assert [row for run in runs for row in run] == lengths
+    assert all(runs)
     assert all(tokens(run, pads) <= budget or len(run) == 1 for run in runs)
     assert all(tokens([*run, after[0]], pads) > budget for run, after in pairwise(runs))
 
@@ -32,7 +33,8 @@ def test_runs_have_every_row_and_are_as_long_as_they_may(lengths, budget, pads) 
 def test_rows_are_read_no_further_than_the_next_run() -> None:
     numbers = count()
     first, second = islice(pack(numbers, 12, lambda _: (1, 2)), 2)
-    assert (first, second) == ([0, 1, 2, 3], [4, 5, 6, 7]) and next(numbers) == 9
+    assert (first, second) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert next(numbers) == 9
 
 
 def test_a_rollout_has_the_lengths_of_prompt_and_response() -> None:

@@ -56,6 +56,7 @@ def test_the_table_has_every_model_of_every_recipe_and_no_other() -> None:
         for arm in load_recipe(recipe)["arms"]:
             config = resolve(recipe, arm, [])
             named |= {config.policy.path, *([config.rollout_model.path] if config.rollout_model else [])}
+
     assert {name for name in named if not name.startswith("starter:")} == PUBLISHED.keys() == PARAMETERS.keys()
 
 
@@ -71,7 +72,8 @@ def test_layers_and_heads_are_those_of_the_reports(name: str) -> None:
     config = load_config(name)
     layers, queries, keys, tied = ATTENTION[name]
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (layers, queries, keys)
-    assert config.tie_word_embeddings == tied and is_from_table(config)
+    assert config.tie_word_embeddings == tied
+    assert is_from_table(config)
 
 
 def test_keys_and_values_of_a_token_are_counted_over_all_layers() -> None:
@@ -99,8 +101,12 @@ def test_a_folder_is_read_and_not_the_table(tmp_path: Path, monkeypatch: pytest.
     small = load_config("Qwen/Qwen3-8B-Base")
     small.num_hidden_layers, small.layer_types = 2, ["full_attention"] * 2
     small.save_pretrained("Qwen/Qwen3-8B-Base")
+
     config = load_config("Qwen/Qwen3-8B-Base")
-    assert config.num_hidden_layers == 2 and not is_from_table(config)
+
+    assert config.num_hidden_layers == 2
+    assert not is_from_table(config)
+
     layers = [module for module in load_meta_model("Qwen/Qwen3-8B-Base").modules() if isinstance(module, nn.ModuleList)]
     assert len(layers[0]) == 2
 

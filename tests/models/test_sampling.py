@@ -69,7 +69,9 @@ def test_a_draw_is_the_first_token_above_the_uniform(size):
     inside = torch.cat([edges, (edges + 1 / total).nextafter(torch.tensor(0.0, dtype=torch.float64))])
     drawn = sample_tokens(weights.float().expand(len(inside), -1), inside)
     running = weights.cumsum(0).tolist()
+
     expected = [next(i for i, sum_ in enumerate(running) if sum_ > Fraction(u) * total) for u in inside.tolist()]
+
     assert drawn.tolist() == expected
 
 
@@ -82,7 +84,9 @@ def test_a_token_of_probability_zero_is_never_drawn(size):
     probs[:, 0] = 0.0
     probs[:, 1] += probs.sum(-1) == 0
     uniforms = torch.rand(400, dtype=torch.float64, generator=generator)
+
     uniforms[:100], uniforms[100:200] = 0.0, LARGEST
+
     assert (probs.gather(1, sample_tokens(probs, uniforms)[:, None]) > 0).all()
 
 
@@ -127,7 +131,9 @@ def test_a_draw_is_the_inverse_cdf_of_a_plain_softmax(size, settings):
     drawn = draw_of(logits, uniforms, **settings)
     plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     probs = torch.tensor([truncated(row, **plain) for row in logits.tolist()], dtype=torch.float64)
+
     expected = torch.searchsorted(probs.cumsum(-1), uniforms[:, None], right=True)[:, 0].clamp(max=size - 1)
+
     assert torch.equal(drawn.tokens, expected)
     assert torch.allclose(drawn.log_probs.double(), probs.gather(1, drawn.tokens[:, None])[:, 0].log(), atol=5e-6)
     assert torch.allclose(drawn.top_log_probs.double(), probs.topk(5).values.log(), atol=5e-6)
@@ -142,7 +148,9 @@ def test_the_most_probable_tokens_are_found_wherever_they_stand(size, where):
     logits[:, spans.get(where, slice(None))] += 0.0 if where == "equal" else 50.0
     logits = logits.round() if where == "equal" else logits
     drawn = draw_of(logits, torch.full((6,), 0.5, dtype=torch.float64), num_top=20)
+
     expected = logits.double().log_softmax(-1)
+
     assert torch.allclose(drawn.top_log_probs.double(), expected.topk(20).values, atol=1e-6)
     assert torch.allclose(drawn.top_log_probs.double(), expected.gather(1, drawn.top_ids), atol=1e-6)
     assert all(len(set(row)) == 20 for row in drawn.top_ids.tolist())
@@ -183,8 +191,11 @@ def test_a_tokens_log_prob_is_the_same_drawn_scored_and_trained(size, temperatur
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     found = draw_tokens(logits, torch.rand(16, dtype=torch.float64, generator=draw), **settings, num_top_log_probs=5)
     ids = torch.cat([found.tokens[:, None], found.top_ids], dim=1)
+
     scored = log_probs_at(logits, ids, **settings)
+
     assert torch.equal(scored, torch.cat([found.log_probs[:, None], found.top_log_probs], dim=1))
+
     if not top_k:
         exact = (logits / temperature).double().log_softmax(-1).gather(1, ids)
         assert (scored - exact).abs().max() < 1e-6

@@ -27,9 +27,12 @@ def plain_logits(model, prompt: tuple[int, ...], response: tuple[int, ...]) -> t
 
 def test_a_forward_pass_gives_states_that_predict_each_token(model):
     hidden, ids, mask = forward_responses(model, PROMPTS, RESPONSES)
-    assert mask.sum(-1).tolist() == [4, 1, 2, 0] and ids[mask].tolist() == [4, 6, 8, 2, 3, 7, 7]
+    assert mask.sum(-1).tolist() == [4, 1, 2, 0]
+    assert ids[mask].tolist() == [4, 6, 8, 2, 3, 7, 7]
+
     logits = torch.cat([part for (part,) in logit_chunks(model, hidden[mask])])
     expected = torch.cat([plain_logits(model, *pair) for pair in zip(PROMPTS, RESPONSES, strict=True)])
+
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0.0)
 
 
@@ -38,11 +41,14 @@ def test_token_log_probs_are_those_of_the_sampled_distribution(model, monkeypatc
     hidden, ids, mask = forward_responses(model, PROMPTS, RESPONSES)
     whole = token_log_probs(model, hidden[mask], ids[mask], 0.7, top_k, top_p)
     expected = []
+
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         rows = sampling_log_probs(plain_logits(model, prompt, response), 0.7, top_k, top_p)
         expected += [float(row[token]) for row, token in zip(rows, response, strict=True)]
+
     np.testing.assert_allclose(whole, expected, atol=1e-5)
     assert any(map(math.isinf, expected)) == ((top_k, top_p) != (0, 1.0))
+
     monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * 24)
     np.testing.assert_allclose(token_log_probs(model, hidden[mask], ids[mask], 0.7, top_k, top_p), whole, atol=1e-5)
 
@@ -51,11 +57,14 @@ def test_exact_log_probs_are_float64_a_few_positions_at_a_time(model, monkeypatc
     monkeypatch.setattr(scoring, "MAX_LOGITS", 3 * 24)
     hidden, ids, mask = forward_responses(model, PROMPTS, RESPONSES)
     parts = list(exact_log_probs(model, 0.7, hidden[mask], ids[mask]))
+
     assert [len(log_probs) for log_probs, _ in parts] == [3, 3, 1]
     assert torch.cat([rows for _, rows in parts]).tolist() == [4, 6, 8, 2, 3, 7, 7]
+
     log_probs = torch.cat([part for part, _ in parts])
     assert log_probs.dtype == torch.float64
     np.testing.assert_allclose(log_probs.exp().sum(-1), 1.0, atol=1e-14)
+
     expected = torch.cat([plain_logits(model, *pair) for pair in zip(PROMPTS, RESPONSES, strict=True)]).double() / 0.7
     np.testing.assert_allclose(log_probs, expected.log_softmax(-1), atol=1e-5)
 

@@ -196,7 +196,8 @@ def answers(copy: Path, jobs: list[dict[str, object]]) -> Iterator[str]:
     """Yield the first test that fails in each job, "" for none."""
     command = [sys.executable, TESTS / "mutants" / "copies.py", copy]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout is not None
         json.dump(jobs, server.stdin)
         server.stdin.close()
         yield from map(json.loads, server.stdout)

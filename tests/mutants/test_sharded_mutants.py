@@ -34,7 +34,9 @@ def folder(tmp_path_factory):
 
 def backward_of_parameters(patch: pytest.MonkeyPatch) -> None:
     """Backward passes that name the sharded parameters, which stand in no graph."""
-    known, made, backward = [], optimizer.ModelOptimizer.__init__, torch.Tensor.backward
+    known = []
+    made = optimizer.ModelOptimizer.__init__
+    backward = torch.Tensor.backward
 
     def init(self, parameters, *rest):
         parameters = list(parameters)

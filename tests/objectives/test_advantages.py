@@ -95,7 +95,9 @@ def test_a_standardised_group_has_mean_0_and_deviation_1():
 @pytest.mark.parametrize("seed", range(5))
 def test_the_baseline_of_opo_weighs_rewards_by_length(seed):
     draw = np.random.default_rng(seed)
-    rewards, groups, lengths = draw.choice([0.0, 1.0, 2.0], 12), draw.integers(0, 4, 12), draw.integers(0, 6, 12)
+    rewards = draw.choice([0.0, 1.0, 2.0], 12)
+    groups = draw.integers(0, 4, 12)
+    lengths = draw.integers(0, 6, 12)
     rewards[:3], groups[:3], lengths[:3] = [0.0, 1.0, 2.0], 9, [1, 2, 5]  # a response with the mean of its group
     found = compute_advantages("opo", *map(torch.from_numpy, (rewards, groups, lengths)))
     for group in set(groups.tolist()):
@@ -144,6 +146,7 @@ def test_leave_one_out_and_whitened_advantages_are_numpys(name, seed):
     found = compute_advantages(
         name, torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(lengths)
     )
+
     assert found.numpy() == pytest.approx(wanted, rel=1e-11, abs=1e-13)
     assert np.abs(wanted).max() > 0.5
 
@@ -182,10 +185,13 @@ def test_whitening_looks_only_at_what_counts():
     mask = torch.tensor([[True, True, False], [True, False, True]])
     inside = np.array([1.0, 2.0, 4.0, 8.0])
     wanted = (inside - inside.mean()) / inside.std(ddof=1)
+
     found = whiten(values, mask)
+
     assert found[mask].numpy() == pytest.approx(wanted, rel=1e-12)
     assert not found[~mask].any()
     assert not whiten(values, torch.zeros_like(mask)).any()
+
     poisoned = torch.where(mask, values, torch.nan)
     assert whiten(poisoned, mask)[mask].numpy() == pytest.approx(wanted, rel=1e-12)
 
@@ -248,6 +254,8 @@ def test_what_a_tool_wrote_takes_no_time():
     rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.2, 0.5, -0.3]])
     dense = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), 0.9, 0.8)
     mask = torch.tensor([[True, False, False, True, False, True]])
+
     spread = [torch.full((1, 6), 9.0).masked_scatter(mask, part) for part in (rewards, values)]
+
     for one, other in zip(dense, gae(*spread, mask, 0.9, 0.8), strict=True):
         assert torch.equal(other[mask], one[0])

@@ -95,7 +95,9 @@ def test_coin_only_is_target_only_if_c1_is_at_least_lam(lam, c2):
         close(coin, table(lambda rho, z, r2, c1=c1: min(rho, c1) * min(r2, c2), *tables, lam))
     below = 0.5 * lam
     coin = mean_factor(make_correction("coin_only", lam=lam, c1=below, c2=c2), inputs, acceptance)
+
     close(coin, table(lambda rho, z, r2: min(1.0, rho / lam) * min(max(lam, rho), below) * min(r2, c2), *tables, lam))
+
     assert not np.allclose(coin, factor(make_correction("target_only", c1=below, c2=c2), inputs), rtol=1e-3)
 
 
@@ -109,7 +111,9 @@ def test_obrs_is_tis_on_z_rho_in_expectation(lam, c1, mask):
     correction = make_correction("obrs", lam=lam, c1=c1, c2=c2, mask=mask, kappa="none")
     acceptance = table(lambda rho, *_: min(1.0, rho / lam), *tables, lam)
     found = mean_factor(correction, inputs, acceptance) if mask == "sampled" else factor(correction, inputs)
+
     close(found, table(lambda rho, z, r2: min(z * rho, c1) * min(r2, c2), *tables, lam))
+
     assert (lam * z_of(*tables[:2], lam) <= 1.0 + 1e-12).all()
 
 
@@ -121,8 +125,12 @@ def test_kappa_stands_inside_the_cap_in_expectation_too(lam):
     c1, c2 = 2.0 * max(1.0, lam), 1.2
     correction = make_correction("obrs", lam=lam, c1=c1, c2=c2, mask="expected", kappa="prepass")
     z = z_of(*tables[:2], lam)
+
     kappa = table(lambda rho, *_: min(1.0, rho / lam), *tables, lam).sum() / (VOCAB * z.sum())
-    assert kappa * z.max() * lam < c1 and abs(kappa - 1.0) > 0.01
+
+    assert kappa * z.max() * lam < c1
+    assert abs(kappa - 1.0) > 0.01
+
     found = factor(correction, inputs, correction.measure(inputs))
     close(found, table(lambda rho, z, r2: min(kappa * z * rho, c1) * min(r2, c2), *tables, lam))
 
@@ -155,8 +163,12 @@ def test_mask_only_keeps_z_distributed_as_after_rejection(lam, mask):
     kept = mean_factor(correction, inputs, acceptance) if mask == "sampled" else factor(correction, inputs)
     z = z_of(p_inf, p_target, lam)
     close((p_inf * kept).sum(-1), z)
+
     close(p_inf * kept / z[:, None], np.minimum(p_inf, p_target / lam) / z[:, None])
-    assert correction.kappa == "none" and not correction.apply(inputs, {}).capped.any()
+
+    assert correction.kappa == "none"
+    assert not correction.apply(inputs, {}).capped.any()
+
     close(correction.apply(inputs, {}).weights.numpy(), np.ones((STATES, VOCAB)))
 
 
@@ -166,7 +178,9 @@ def test_expectations_are_those_that_the_docstrings_state(lam):
     tables = world()
     p_inf, p_target, _ = tables
     inputs, free = inputs_of(p_inf, p_target, p_target, lam), dict(c1=math.inf, c2=math.inf)
-    z, ones, acceptance = z_of(p_inf, p_target, lam), np.ones(STATES), np.minimum(1.0, p_target / p_inf / lam)
+    z = z_of(p_inf, p_target, lam)
+    ones = np.ones(STATES)
+    acceptance = np.minimum(1.0, p_target / p_inf / lam)
     arms = {
         "target_only": (free, ones),
         "coin_only": (free | dict(lam=lam), ones),
@@ -199,7 +213,9 @@ def test_reweight_only_and_z_only_are_their_equations(lam, c1):
         assert result.kappa.item() == pytest.approx(kappa, rel=1e-11)
     over = table(lambda rho, z, r2: float(kappa * z * max(lam, rho) > c1), *tables, lam)
     reweight = make_correction("reweight_only", lam=lam, c1=c1, c2=c2, kappa="prepass")
+
     result = reweight.apply(inputs, reweight.measure(inputs))
+
     assert (result.capped.numpy() == over).all()
     assert (result.capped_c2.numpy() == table(lambda rho, z, r2: float(r2 > c2), *tables, lam)).all()
 
@@ -239,7 +255,11 @@ def test_log_ratios_of_400_stay_finite_under_the_caps(name):
     )
     more = {"obrs": dict(mask="sampled", kappa="none"), "reweight_only": dict(kappa="none")}.get(name, {})
     lam = {} if name == "target_only" else {"lam": 0.9}
+
     result = make_correction(name, c1=1.5, c2=2.0, **lam, **more).apply(inputs, {})
-    assert result.weights.isfinite().all() and result.accept_mask.isfinite().all()
+
+    assert result.weights.isfinite().all()
+    assert result.accept_mask.isfinite().all()
+
     low = {"target_only": 0.0, "coin_only": 0.9, "reweight_only": 0.45, "obrs": 0.45}[name]
     assert result.weights.tolist()[0] == pytest.approx([1.5, low, 0.0, 2.0 * low], rel=1e-6)

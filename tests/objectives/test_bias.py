@@ -80,10 +80,14 @@ def test_prefix_corrects_states_and_a_tokens_ratio_does_not():
     models = enumeration()
     exact = models.mean(models.values, models.target)
     prefix, _ = models.apply("prefix", low=math.inf, high=math.inf)
+
     assert models.mean(prefix * models.values) == pytest.approx(exact, rel=1e-10)
+
     token, _ = models.apply("is")
     found = models.mean(token * models.values)
-    assert found[0] == pytest.approx(exact[0], rel=1e-10) and found[-1] != pytest.approx(exact[-1], rel=0.05)
+
+    assert found[0] == pytest.approx(exact[0], rel=1e-10)
+    assert found[-1] != pytest.approx(exact[-1], rel=0.05)
 
 
 def test_min_prefix_is_unbiased_for_two_tokens_only():
@@ -91,9 +95,12 @@ def test_min_prefix_is_unbiased_for_two_tokens_only():
     models = enumeration()
     weights, _ = models.apply("min_prefix", cap=math.inf)
     exact = models.mean(models.values, models.target)
+
     found = models.mean(weights * models.values)
+
     assert found[:2] == pytest.approx(exact[:2], rel=1e-10)
     assert found[3] != pytest.approx(exact[3], rel=0.05)
+
     shares = models.mean(weights)
     assert shares[:2] == pytest.approx([1.0, 1.0], rel=1e-10)
     assert 1.0 > shares[2] > shares[3]
@@ -116,11 +123,15 @@ def test_f_tis_is_unbiased_for_good_responses_alone():
     models = enumeration()
     weights, mask = models.apply("f_tis", cap=math.inf, max_kl=0.5)
     ratios, _ = models.apply("is")
+
     good = models.rewards[:, None] > 0
+
     assert models.mean(weights * mask * good) == pytest.approx(models.mean(ratios * good), rel=1e-12)
+
     gradient, unbiased = (models.mean(factors * models.rewards[:, None]) for factors in (weights * mask, ratios))
     far = (models.rollout - models.target).sum(-1, keepdim=True) > 0.5
     held = models.mean(ratios * (far & ~good))
+
     assert min(held) > 0.01
     assert gradient == pytest.approx([a + b for a, b in zip(unbiased, held, strict=True)], rel=1e-10)
 
@@ -132,8 +143,12 @@ def test_dppo_is_unbiased_for_tokens_inside_the_region():
     weights, mask = models.apply("dppo", max_tv=0.15, cap=math.inf)
     outside = (models.target.exp() - models.rollout.exp()).abs() > 0.15
     moves_away = models.rewards[:, None] * (models.target - models.rollout) > 0
+
     dropped = outside & moves_away
-    assert torch.equal(mask == 0.0, dropped) and 0 < dropped.sum() < outside.sum()
+
+    assert torch.equal(mask == 0.0, dropped)
+    assert 0 < dropped.sum() < outside.sum()
+
     given_prefix = models.rollout.exp() * weights * mask
     torch.testing.assert_close(given_prefix, torch.where(dropped, 0.0, models.target.exp()))
 
@@ -143,8 +158,12 @@ def test_ipo_is_unbiased_for_tokens_inside_the_region():
     models = enumeration()
     weights, mask = models.apply("ipo", max_tv=0.15)
     outside = (models.target.exp() - models.rollout.exp()).abs() > 0.15
+
     moves_back = models.rewards[:, None] * (models.target - models.rollout) < 0
-    assert torch.equal(mask == 0.0, outside) and 0 < (outside & moves_back).sum() < outside.sum()
+
+    assert torch.equal(mask == 0.0, outside)
+    assert 0 < (outside & moves_back).sum() < outside.sum()
+
     given_prefix = models.rollout.exp() * weights * mask
     torch.testing.assert_close(given_prefix, torch.where(outside, 0.0, models.target.exp()))
 
@@ -192,8 +211,12 @@ def test_oapl_ends_at_the_sampler_tilted_by_the_reward(beta):
         group.sampler.sum(-1).exp() * tilted / tilted.mean()
     )  # the mean over the group is the sum of p_inf e^(r / beta)
     halves = 0.5 * best.log()[:, None].expand(group.sampler.shape)  # a response's parts, whichever tokens have them
+
     value, gradient = surrogate_of(group, halves, beta)
-    assert value.abs().max() < 1e-14 and gradient.abs().max() < 1e-12
+
+    assert value.abs().max() < 1e-14
+    assert gradient.abs().max() < 1e-12
+
     _, gradient = surrogate_of(group, halves + 0.1, beta)
     assert gradient.max() < 0.0
 
@@ -207,7 +230,9 @@ def test_oapl_has_the_papers_gradient_over_two_beta(beta):
     best_value = beta * (group.rewards / beta).exp().mean().log()
     errors = beta * (log_probs - group.sampler).sum(-1) - (group.rewards - best_value)
     (wanted,) = torch.autograd.grad(errors.square().sum(), log_probs)
+
     value, gradient = surrogate_of(group, log_probs, beta)
+
     torch.testing.assert_close(gradient, -wanted / (2.0 * beta), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(value.sum(-1), -errors.detach().square() / (2.0 * beta), rtol=1e-10, atol=1e-12)
 
@@ -225,5 +250,7 @@ def test_a_baseline_adds_no_bias_where_the_correction_has_none(advantage, share,
     advantages = compute_advantages(advantage, models.rewards[pairs].flatten(), groups).unflatten(0, (count, count, 2))
     of_rollout_model = advantages[..., 0] @ models.target.sum(-1).exp()
     found = models.mean(of_rollout_model[:, None] * weights * models.scores)
+
     wanted = [share * one for one in models.mean(models.rewards[:, None] * weights * models.scores)]
+
     assert (found == pytest.approx(wanted, rel=1e-9)) == is_exact

@@ -10,7 +10,11 @@ from torch import Tensor
 from helpers.own_correction import Plain
 from jackpot import CORRECTIONS, CorrectionInputs, JackpotError, correct, estimate_z, make_correction, obrs
 
-B, T, V, K, H = 6, 40, 50, 8, 16
+B = 6
+T = 40
+V = 50
+K = 8
+H = 16
 
 
 def rollouts(seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
@@ -54,9 +58,13 @@ def test_one_call_equals_the_two_that_it_stands_for(name: str) -> None:
     inputs = CorrectionInputs(
         z=z, uniforms=uniforms, proximal_log_probs=given["target_log_probs"], **arguments(given, "advantages")
     )
+
     wanted = correction.apply(inputs, correction.measure(inputs))
-    assert found.weights.equal(wanted.weights) and found.accept_mask.equal(wanted.accept_mask)
+
+    assert found.weights.equal(wanted.weights)
+    assert found.accept_mask.equal(wanted.accept_mask)
     assert found.metrics["obrs/kappa"] == wanted.kappa
+
     mask = given["response_mask"]
     assert float(found.metrics["correction/accepted"]) == pytest.approx(float(wanted.accept_mask[mask].mean()))
 
@@ -67,16 +75,21 @@ def test_what_a_correction_does_not_read_may_be_left_out() -> None:
         correction = make_correction(name)
         both = correct(name, z=z_of(given), **arguments(given, "advantages"))
         kept = {name: value for name, value in {"z": z_of(given), **given}.items() if name in correction.reads}
+
         found = correct(name, **arguments(given), **kept)
-        assert found.weights.equal(both.weights) and found.accept_mask.equal(both.accept_mask)
+
+        assert found.weights.equal(both.weights)
+        assert found.accept_mask.equal(both.accept_mask)
         assert ("obrs/z" in found.metrics) == ("z" in correction.reads)
 
 
 def test_a_correction_of_the_published_protocol_alone_will_do() -> None:
     given = rollouts()
     wanted = correct("tis", cap=1.3, **arguments(given))
+
     for found in (correct(Plain(1.3), **arguments(given)), correct(Plain, cap=1.3, **arguments(given))):
-        assert found.weights.equal(wanted.weights) and found.accept_mask.equal(wanted.accept_mask)
+        assert found.weights.equal(wanted.weights)
+        assert found.accept_mask.equal(wanted.accept_mask)
         assert found.metrics == wanted.metrics
     with pytest.raises(JackpotError, match=r"settings {'cap': 2.0} were given beside a correction that has its own"):
         correct(Plain(1.3), cap=2.0, **arguments(given))
@@ -87,9 +100,12 @@ def test_a_correction_of_the_published_protocol_alone_will_do() -> None:
 def test_drawn_numbers_follow_the_response_and_not_its_batch() -> None:
     given = rollouts()
     whole = correct("mask_only", **arguments(given)).accept_mask
+
     assert whole.equal(correct("mask_only", **arguments(given)).accept_mask)
+
     padded = {key: torch.nn.functional.pad(value[2:4], (0, 3)) for key, value in arguments(given).items()}
     padded["rollout_log_probs"] = torch.where(padded["response_mask"], padded["rollout_log_probs"], 7.0)
+
     assert correct("mask_only", **padded).accept_mask[:, :T].equal(whole[2:4])
     assert not correct("mask_only", seed=1, **arguments(given)).accept_mask.equal(whole)
 
@@ -101,8 +117,11 @@ def test_tokens_are_accepted_as_often_as_they_should_be() -> None:
         "response_mask": torch.ones(shape, dtype=torch.bool),
     }
     given["target_log_probs"] = given["rollout_log_probs"] + torch.tensor(0.3).log()
+
     accepted = correct("mask_only", **given).accept_mask
+
     assert (accepted.mean(0) - 0.3).abs().max() < 5 * (0.21 / 2000) ** 0.5
+
     pairs = torch.corrcoef(accepted.T) - torch.eye(20)
     assert pairs.abs().max() < 5 / 2000**0.5
 
@@ -111,13 +130,19 @@ def test_z_is_the_same_from_logits_and_hidden_states() -> None:
     given = rollouts()
     z = z_of(given, temperature=0.8, lam=1.3)
     lists = {"rollout_top_ids": given["ids"], "rollout_top_log_probs": given["top"]}
+
     other = estimate_z(hidden_states=given["hidden"], head=given["head"], temperature=0.8, lam=1.3, **lists)
+
     for one, two in zip(z, other, strict=True):
         assert torch.allclose(one, two, atol=1e-5)
+
     exact = obrs.exact_z(given["p_inf"], torch.log_softmax(given["logits"] / 0.8, -1), 1.3)
-    assert (z.lower <= exact + 1e-5).all() and (exact <= z.upper + 1e-5).all()
+    assert (z.lower <= exact + 1e-5).all()
+    assert (exact <= z.upper + 1e-5).all()
+
     filled = z_of(given, temperature=0.8, lam=1.3, fill_ins=lambda ids: given["p_inf"].gather(-1, ids))
-    assert (filled.value >= z.value - 1e-6).all() and (filled.value > z.value + 1e-3).any()
+    assert (filled.value >= z.value - 1e-6).all()
+    assert (filled.value > z.value + 1e-3).any()
     assert (filled.value <= exact + 1e-5).all()
 
 
@@ -125,7 +150,8 @@ def test_everything_runs_where_tensors_have_no_numbers() -> None:
     given = rollouts(device="meta")
     for name in CORRECTIONS:
         found = correct(name, z=z_of(given), **arguments(given, "advantages"))
-        assert found.weights.is_meta and all(value.is_meta for value in found.metrics.values())
+        assert found.weights.is_meta
+        assert all(value.is_meta for value in found.metrics.values())
 
 
 @pytest.mark.parametrize(
@@ -198,10 +224,13 @@ def test_z_has_the_shape_of_the_positions(shape: tuple[int, ...]) -> None:
     top, ids = torch.log_softmax(logits + torch.randn_like(logits), -1).topk(shape[-1], -1)
     lists = {"rollout_top_ids": ids, "rollout_top_log_probs": top}
     z = estimate_z(policy_logits=logits, **lists)
+
     other = estimate_z(hidden_states=hidden, head=given["head"], **lists)
+
     assert z.value.shape == shape[:-1]
     for one, two in zip(z, other, strict=True):
-        assert one.shape == two.shape and torch.allclose(one, two, atol=1e-5)
+        assert one.shape == two.shape
+        assert torch.allclose(one, two, atol=1e-5)
 
 
 def test_an_id_without_a_token_says_nothing() -> None:
@@ -215,8 +244,10 @@ def test_an_id_without_a_token_says_nothing() -> None:
             named = torch.where(short.isneginf(), ids, given["ids"])
             found.append(z_of(given | {"ids": named, "top": short}, fill_ins=fill_in))
         z = found[0]
+
         assert all(torch.equal(one, two) for other in found[1:] for one, two in zip(z, other, strict=True))
-        assert (z.lower <= exact + 1e-5).all() and (exact <= z.upper + 1e-5).all()
+        assert (z.lower <= exact + 1e-5).all()
+        assert (exact <= z.upper + 1e-5).all()
         assert (z.value <= z_of(given, fill_ins=fill_in).value + 1e-6).all()
 
 
@@ -228,8 +259,13 @@ def test_a_token_that_is_never_sampled_leaves_the_loss_finite(name: str, own_poi
     given["target_log_probs"][0, 0] = -torch.inf
     settings = {"c2": None} if name in ("obrs", "reweight_only", "target_only", "coin_only") else {}
     z = torch.full((B, T), 0.8)
+
     found = correct(name, z=z, proximal_log_probs=point, **arguments(given, "advantages"), **settings)
-    assert given["response_mask"][0, 0] and found.weights.isfinite().all() and found.accept_mask.isfinite().all()
+
+    assert given["response_mask"][0, 0]
+    assert found.weights.isfinite().all()
+    assert found.accept_mask.isfinite().all()
+
     if name in ("obrs", "mask_only", "coin_only", "tis", "target_only"):
         assert found.weights[0, 0] * found.accept_mask[0, 0] == 0.0
 
@@ -244,13 +280,20 @@ def test_a_list_that_is_no_distribution_has_no_z(fault: str) -> None:
         given["ids"][place][1] = given["ids"][place][0]
     else:
         given["top"][place] = 0.0
+
     z = z_of(given)
+
     assert z.value.isnan().nonzero().tolist() == [[*place]]
+
     others = torch.ones(B, T, dtype=torch.bool)
     others[0, 0] = others[1, 0] = False
-    assert z.value[others].equal(whole[others]) and 0 < z.value[1, 0] <= whole[1, 0]
+
+    assert z.value[others].equal(whole[others])
+    assert 0 < z.value[1, 0] <= whole[1, 0]
+
     given["response_mask"][place] = False
     assert correct("obrs", z=z, **arguments(given)).weights.isfinite().all()
+
     given["response_mask"][place] = True
     with pytest.raises(JackpotError, match=r"z holds 1 numbers that are not finite .* names a token twice"):
         correct("obrs", z=z, **arguments(given))

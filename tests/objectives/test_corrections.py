@@ -127,7 +127,9 @@ def test_truncated_importance_sampling_caps_the_ratio(cap):
     inputs = random_inputs()
     ratios = {at: target / inf for at, inf, target, *_ in tokens(inputs)}
     correction = make_correction("tis", cap=cap).apply(inputs, {})
+
     assert_is(correction, {at: (min(ratio, cap), 1.0) for at, ratio in ratios.items()})
+
     share = sum(ratio > cap for ratio in ratios.values()) / len(ratios)
     assert 0.0 < share < 1.0
     assert correction.capped.sum().item() / len(ratios) == pytest.approx(share, rel=RTOL)
@@ -150,10 +152,12 @@ def test_a_weight_above_c1_is_dropped_where_the_setting_says_so(c1):
     numbers = dict(lam=1.0, c1=c1, c2=1.2, mask="sampled")
     found = make_correction("obrs", beyond_c1="drop", **numbers).apply(inputs, {})
     capped = make_correction("obrs", **numbers).apply(inputs, {})
+
     wanted = {
         at: (0.0 if capped.capped[at] else weight, accept)
         for at, (weight, accept) in hand_obrs(inputs, kappa=1.0, **numbers).items()
     }
+
     assert 0 < sum(weight == 0.0 for weight, _ in wanted.values()) < len(wanted)
     assert_is(found, wanted)
     assert torch.equal(found.capped, capped.capped)
@@ -165,10 +169,12 @@ def test_a_lam_of_each_token_takes_the_place_of_the_corrections(mask):
     inputs = with_lams(random_inputs(seed=3))
     correction = make_correction("obrs", kappa="none", mask=mask, lam=7.0, c1=1.5, c2=1.2)
     wanted, accepted = {}, 0.0
+
     for at, *_ in tokens(inputs):
         numbers = dict(lam=inputs.lam[at].item(), c1=1.5, c2=1.2)
         wanted[at] = hand_obrs(inputs, kappa=1.0, mask=mask, **numbers)[at]
         accepted += hand_obrs(inputs, kappa=1.0, mask="expected", **numbers)[at][1]
+
     assert_is(correction.apply(inputs, {}), wanted)
     assert correction.measure(inputs)["obrs/acceptance"].total.item() == pytest.approx(accepted, rel=RTOL)
 
@@ -205,8 +211,12 @@ def test_kappa_spans_the_whole_step_and_sits_inside_the_clip():
     first, second = random_inputs(seed=1), random_inputs(seed=2, shape=(3, 5))
     correction = make_correction("obrs", **OBRS | {"kappa": "prepass"})
     totals = add_sums(correction.measure(first), correction.measure(second))
+
     kappa = hand_kappa(first, second, lam=OBRS["lam"])
-    assert abs(kappa - 1.0) > 0.05 and abs(kappa - hand_kappa(first, lam=OBRS["lam"])) > 0.01
+
+    assert abs(kappa - 1.0) > 0.05
+    assert abs(kappa - hand_kappa(first, lam=OBRS["lam"])) > 0.01
+
     numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
     for inputs in (first, second):
         result = correction.apply(inputs, totals)
@@ -221,7 +231,9 @@ def test_kappa_z_above_one_is_not_capped():
     uneven = replace(inputs, z=ZEstimate(*[z] * 6))
     correction = make_correction("obrs", lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", kappa="prepass")
     result = correction.apply(uneven, correction.measure(uneven))
+
     kappa = hand_kappa(uneven, lam=0.5)
+
     assert 1 / 0.9 < kappa < 1 / 0.4
     assert_is(result, hand_obrs(uneven, lam=0.5, c1=math.inf, c2=math.inf, mask="sampled", kappa=kappa))
 
@@ -231,7 +243,9 @@ def test_kappa_comes_from_the_sums_and_is_1_without(kappa):
     inputs, other = random_inputs(), random_inputs(seed=9)
     correction = make_correction("obrs", **OBRS | {"kappa": kappa})
     numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
+
     assert_is(correction.apply(inputs, {}), hand_obrs(inputs, kappa=1.0, **numbers))
+
     kappa = hand_kappa(other, lam=OBRS["lam"])
     assert_is(correction.apply(inputs, correction.measure(other)), hand_obrs(inputs, kappa=kappa, **numbers))
 
@@ -301,6 +315,7 @@ def test_measure_reports_acceptance_z_and_captured_mass():
     a = [min(1.0, target / inf / lam) for _, inf, target, *_ in rows]
     measured = make_correction("obrs", **OBRS | {"lam": lam}).measure(inputs)
     z = inputs.z
+
     expected = {
         "obrs/acceptance": a,
         "obrs/z": [row[-1] for row in rows],
@@ -310,6 +325,7 @@ def test_measure_reports_acceptance_z_and_captured_mass():
         "obrs/target_mass": [z.target_mass[row[0]].item() for row in rows],
         "obrs/union": [z.union[row[0]].item() for row in rows],
     }
+
     assert set(measured) == set(expected)
     for name, values in expected.items():
         assert measured[name].value.item() == pytest.approx(math.fsum(values) / len(values), rel=1e-11, abs=1e-15), name
@@ -342,11 +358,13 @@ def test_measure_adds_up_over_micro_batches(name, numbers):
 def test_capped_tokens_are_reported():
     inputs = random_inputs()
     correction = make_correction("obrs", **OBRS).apply(inputs, {})
+
     for at, p_inf, p_target, p_proximal, _, z in tokens(inputs):
         assert correction.capped[at].item() == (z * max(OBRS["lam"], p_target / p_inf) > OBRS["c1"])
         assert correction.capped_c2[at].item() == (p_proximal / p_target > OBRS["c2"])
     for flags in (correction.capped, correction.capped_c2):
-        assert 0 < flags.sum() < inputs.response_mask.sum() and not flags[~inputs.response_mask].any()
+        assert 0 < flags.sum() < inputs.response_mask.sum()
+        assert not flags[~inputs.response_mask].any()
 
 
 # What must not leak, and what is refused
@@ -369,7 +387,8 @@ def test_what_stands_outside_the_mask_changes_nothing(name, numbers, garbage):
     one, other = (correction.apply(inputs, correction.measure(inputs)) for inputs in (clean, soiled))
     for field in (field for field in fields_of(one) if field.name != "kappa_of_policy"):
         mine, theirs = getattr(one, field.name), getattr(other, field.name)
-        assert torch.equal(mine, theirs) and theirs.isfinite().all(), field.name
+        assert torch.equal(mine, theirs), field.name
+        assert theirs.isfinite().all(), field.name
 
 
 @pytest.mark.parametrize(("name", "numbers"), EVERY)
@@ -377,8 +396,11 @@ def test_a_batch_without_tokens_is_measured_and_corrected(name, numbers):
     inputs = random_inputs()
     empty = replace(inputs, response_mask=torch.zeros_like(inputs.response_mask))
     correction = make_correction(name, **numbers)
+
     result = correction.apply(empty, correction.measure(empty))
-    assert result.weights.abs().sum().item() == 0.0 and result.accept_mask.sum().item() == 0.0
+
+    assert result.weights.abs().sum().item() == 0.0
+    assert result.accept_mask.sum().item() == 0.0
 
 
 @pytest.mark.parametrize(("name", "numbers"), EVERY)
@@ -390,7 +412,9 @@ def test_weights_have_the_dtype_of_the_log_probs(name, numbers):
         z=ZEstimate(*(part.float() for part in inputs.z)),
     )
     correction = make_correction(name, **numbers)
+
     result = correction.apply(single, correction.measure(single))
+
     assert result.weights.dtype == result.accept_mask.dtype == torch.float32
     torch.testing.assert_close(
         result.weights.double(), correction.apply(inputs, correction.measure(inputs)).weights, rtol=2e-6, atol=0.0

@@ -33,9 +33,12 @@ def test_the_linear_layers_inside_are_converted_and_nothing_else(tied):
     model = tiny_model(seed=0, tie_word_embeddings=tied)
     found = quantize_linears(model, SCHEMES["fp8"])
     expected = [f"model.layers.{layer}.{name}.weight" for layer in (0, 1) for name in PROJECTIONS]
+
     assert list(found.converted) == expected
+
     kinds = {"model.embed_tokens.weight": "embedding"} | ({} if tied else {"lm_head.weight": "output layer"})
     assert {name: why for name, why in found.kept.items() if why != "bias or norm"} == kinds
+
     layers = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert {f"{name}.weight" for name in layers} == set(expected)
     assert set(dict(model.named_parameters())) == found.kept.keys()
@@ -43,6 +46,7 @@ def test_the_linear_layers_inside_are_converted_and_nothing_else(tied):
 
 def test_routers_experts_and_shared_weights_stay_and_are_named():
     found = quantized_names(Odd())
+
     assert found.converted == ("gate_proj.weight",)
     assert found.kept == {
         "experts": "not of a linear layer",
@@ -69,7 +73,8 @@ class Reads(nn.Module):
 
 def test_a_weight_that_its_layers_parent_reads_stays():
     found = quantized_names(nn.Sequential(Reads()))
-    assert found.converted == ("0.own_more.weight",) and found.kept["0.own.weight"] == "read by its parent"
+    assert found.converted == ("0.own_more.weight",)
+    assert found.kept["0.own.weight"] == "read by its parent"
 
 
 def test_a_model_with_nothing_to_quantize_is_refused():
@@ -83,13 +88,16 @@ def test_weights_on_their_way_are_those_that_a_model_holds(name, suffix):
     plain = {key: tensor.detach().clone() for key, tensor in model.named_parameters()}
     sent = dict(quantize_named(model.named_parameters(), quantized_names(model).converted, scheme))
     conversion = quantize_linears(model, scheme)
+
     for key in conversion.converted:
         layer = model.get_submodule(key.removesuffix(".weight"))
         assert sent[key].dtype == scheme.weights.codes
         held = Quantized(sent.pop(key), sent.pop(f"{key}{suffix}"), scheme.weights)
         assert torch.equal(dequantize(held, torch.float32), dequantize(layer.quantized, torch.float32))
         assert (dequantize(held, torch.float32) - plain[key]).abs().max() < 0.07 * plain[key].abs().max()
-    assert sent.keys() == conversion.kept.keys() and all(torch.equal(sent[key], plain[key]) for key in sent)
+
+    assert sent.keys() == conversion.kept.keys()
+    assert all(torch.equal(sent[key], plain[key]) for key in sent)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,5 +108,7 @@ def test_bytes_are_those_that_a_model_takes(name, dtype):
     if name:
         quantize_linears(model, SCHEMES[name])
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+
     held = sum(tensor.nbytes for layer in layers for tensor in (layer.codes, layer.scales))
+
     assert held + sum(parameter.nbytes for parameter in model.parameters()) == expected

@@ -19,12 +19,15 @@ def test_equal_sides_have_no_difference():
 
 def test_quantized_layers_are_named_with_their_grids():
     found = differences(SideFormats(dtype="fp32", quantization="fp8"), SideFormats(dtype="fp32"))
+
     assert {name.split(".")[-1] for name in found} == {
         *(f"{part}_proj (2)" for part in ("q", "k", "v", "o", "gate", "up", "down"))
     }
     assert found["model.layers.*.mlp.down_proj (2)"] == ("weights fp8 by 128 x 128, activations fp8 by 1 x 128", "fp32")
+
     grids = differences(*(SideFormats(dtype="fp32", quantization=kind) for kind in ("int8_w8a8", "fp8")))
-    assert len(grids) == 7 and grids["model.layers.*.mlp.up_proj (2)"] == (
+    assert len(grids) == 7
+    assert grids["model.layers.*.mlp.up_proj (2)"] == (
         "weights int8 by 1 x all, activations int8 by 1 x all",
         "weights fp8 by 128 x 128, activations fp8 by 1 x 128",
     )
@@ -32,10 +35,12 @@ def test_quantized_layers_are_named_with_their_grids():
 
 def test_autocast_cache_and_head_differ_where_settings_do():
     found = differences(SideFormats(dtype="bf16"), SideFormats(dtype="fp32", autocast="bf16"))
+
     assert found == {
         "norms and what flows between layers": ("bf16", "fp32"),
         "model.embed_tokens": ("bf16", "fp32"),
     }
+
     own = SideFormats(dtype="bf16", kv_cache_dtype="fp8", head_dtype="fp32")
     assert differences(SideFormats(dtype="bf16"), own) == {
         "keys and values": ("bf16", "fp8"),
@@ -46,6 +51,7 @@ def test_autocast_cache_and_head_differ_where_settings_do():
 def test_a_start_says_what_the_engine_computes_differently():
     old, new = ([["a", "x", "y"]], [["mlp.down_proj (3)", "fp8", "fp32"], ["keys and values", "fp8", "fp32"]])
     events = [{"event": "computed_differently", "iteration": 0, "layers": layers} for layers in (old, new)]
+
     assert MetricHistory([], events, small_config()).computed_differently() == (
         ". They compute differently: mlp.down_proj (3): fp8 there, fp32 in training; keys and values: fp8 there, "
         "fp32 in training"

@@ -36,7 +36,9 @@ def matrix(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.fl
 
 def test_every_code_has_the_value_of_the_format():
     values = torch.arange(127, dtype=torch.uint8).view(E4M3).double().numpy()
-    assert (values == GRID).all() and GRID[-1] == 448.0 and GRID[1] == 2.0**-9
+    assert (values == GRID).all()
+    assert GRID[-1] == 448.0
+    assert GRID[1] == 2.0**-9
 
 
 def test_numbers_go_to_the_nearest_code_ties_to_even():
@@ -45,7 +47,9 @@ def test_numbers_go_to_the_nearest_code_ties_to_even():
         [middles, np.nextafter(middles, 0, dtype=np.float32), np.nextafter(middles, 1e9, dtype=np.float32)]
     )
     values = np.concatenate([near, -near, GRID, [448.1, 1e4, -1e30, np.inf, -np.inf, 1e-12]]).astype(np.float32)
+
     codes = encode(torch.from_numpy(values), 1.0, E4M3).double().numpy()
+
     assert (codes == to_e4m3(values)).all()
     assert encode(torch.tensor([math.nan]), 1.0, E4M3).isnan()
     assert encode(torch.tensor([0.5, 1.5, -2.5, 300.0, -300.0]), 1.0, torch.int8).tolist() == [0, 2, -2, 127, -127]
@@ -78,9 +82,12 @@ def test_the_next_power_of_two_is_exact_at_and_beside_powers():
         [x for power in powers for x in (power, np.nextafter(np.float32(power), np.float32(9e30)), power * 1.99)]
     )
     expected = [y for power in powers for y in (power, 2 * power, 2 * power)]
+
     assert next_power_of_two(numbers).tolist() == expected
+
     odd = next_power_of_two(torch.tensor([math.inf, math.nan]))
-    assert odd[0] == math.inf and odd[1].isnan()
+    assert odd[0] == math.inf
+    assert odd[1].isnan()
 
 
 @pytest.mark.parametrize(
@@ -93,10 +100,14 @@ def test_a_matrix_of_any_shape_is_rounded_block_by_block(grid, kind, rows, colum
     values = matrix(*shape, dtype=dtype)
     quantized = quantize(values, grid)
     rounded = dequantize(quantized, torch.float64).numpy()
+
     expected = round_blocks(values.float().numpy(), rows, columns, kind)
-    assert quantized.codes.shape == shape and quantized.codes.dtype == grid.codes
+
+    assert quantized.codes.shape == shape
+    assert quantized.codes.dtype == grid.codes
     assert quantized.scales.shape == (-(-shape[0] // rows), -(-shape[1] // columns))
     assert rounded == pytest.approx(expected, rel=2e-7)  # a float32 product of code and scale
+
     if kind == "fp8":
         assert (rounded == expected).all()
 
@@ -125,7 +136,8 @@ def test_with_powers_of_two_rounding_again_changes_nothing():
 def test_square_blocks_do_not_mind_being_transposed():
     values = matrix(256, 200)
     there, back = quantize(values, FP8_BLOCKS), quantize(values.T, FP8_BLOCKS)
-    assert torch.equal(there.codes.float(), back.codes.T.float()) and torch.equal(there.scales, back.scales.T)
+    assert torch.equal(there.codes.float(), back.codes.T.float())
+    assert torch.equal(there.scales, back.scales.T)
 
 
 def test_zeros_stay_zero_and_nan_stays_in_its_block():
@@ -133,23 +145,35 @@ def test_zeros_stay_zero_and_nan_stays_in_its_block():
     values[0, :128] = 0.0
     values[1, 5] = math.nan
     values[2, 200] = math.inf
+
     rounded = dequantize(quantize(values, FP8_TOKEN_BLOCKS), torch.float32)
-    assert (rounded[0, :128] == 0.0).all() and rounded[0, 128:].any()
-    assert rounded[1, :128].isnan().all() and rounded[1, 128:].isfinite().all()
-    assert rounded[2, :128].isfinite().all() and not rounded[2, 200].isfinite()
+
+    assert (rounded[0, :128] == 0.0).all()
+    assert rounded[0, 128:].any()
+    assert rounded[1, :128].isnan().all()
+    assert rounded[1, 128:].isfinite().all()
+    assert rounded[2, :128].isfinite().all()
+    assert not rounded[2, 200].isfinite()
 
 
 def test_int8_is_symmetric_and_uses_its_largest_code():
     quantized = quantize(matrix(64, 300), INT8_ROWS)
-    assert (quantized.codes.abs().amax(1) == 127).all() and quantized.codes.min() == -127
+    assert (quantized.codes.abs().amax(1) == 127).all()
+    assert quantized.codes.min() == -127
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_fp8_holds_numbers_of_fp8(dtype):
     states = matrix(12, 40, dtype=dtype).reshape(2, 3, 2, 40)
     plain = round_to_fp8(states)
-    assert plain.dtype == dtype and (plain.double().numpy() == to_e4m3(states.float().numpy())).all()
+
+    assert plain.dtype == dtype
+    assert (plain.double().numpy() == to_e4m3(states.float().numpy())).all()
+
     by_token = round_by_token(states)
     expected = round_blocks(states.reshape(12, 40).float().numpy(), 1, 40, "fp8").reshape(2, 3, 2, 40)
-    assert by_token.dtype == dtype and (by_token.double().numpy() == expected).all()
-    assert torch.equal(round_to_fp8(plain), plain) and torch.equal(round_by_token(by_token), by_token)
+
+    assert by_token.dtype == dtype
+    assert (by_token.double().numpy() == expected).all()
+    assert torch.equal(round_to_fp8(plain), plain)
+    assert torch.equal(round_by_token(by_token), by_token)

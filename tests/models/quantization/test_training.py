@@ -58,7 +58,9 @@ def of_engine(layer: nn.Linear, dtype: torch.dtype = torch.float32, kind: str = 
 def test_a_trained_layer_computes_what_the_engines_layer_does(shape, kind):
     m, n, k = shape
     layer, inputs = layer_of(n, k, kind=kind), matrix(m, k, 1)
+
     assert torch.equal(layer(inputs), of_engine(layer, kind=kind)(inputs))
+
     with torch.autocast("cpu", torch.bfloat16):
         found = layer(inputs)
     assert torch.equal(found, of_engine(layer, torch.bfloat16, kind)(inputs.bfloat16()))
@@ -76,7 +78,9 @@ def test_gradients_are_those_of_the_definition_in_float64(shape, backward, kind)
         return dequantize(quantize(values.detach(), grid), torch.float64)
 
     x, w = numbers(inputs, SCHEMES[kind].activations), numbers(layer.weight, SCHEMES[kind].weights)
-    to_x, to_w, x_t = grad.double(), grad.T.double(), x.T
+    to_x = grad.double()
+    to_w = grad.T.double()
+    x_t = x.T
     if backward == "fp8":
         to_x, to_w, x_t = (numbers(one, FP8_TOKEN_BLOCKS) for one in (grad, grad.T, x.T.float()))
     for found, wanted in ((inputs.grad, to_x @ w), (layer.weight.grad, to_w @ x_t.T), (layer.bias.grad, grad.sum(0))):
@@ -86,15 +90,14 @@ def test_gradients_are_those_of_the_definition_in_float64(shape, backward, kind)
 def test_rounding_costs_a_few_percent_of_a_gradient():
     errors = {}
     for backward in ("dequantized", "fp8"):
-        layer, inputs, grad = (
-            layer_of(192, 256, backward),
-            torch.randn(128, 256).requires_grad_(),
-            torch.randn(128, 192),
-        )
+        layer = layer_of(192, 256, backward)
+        inputs = torch.randn(128, 256).requires_grad_()
+        grad = torch.randn(128, 192)
         layer(inputs).backward(grad)
         exact = grad.T.double() @ inputs.detach().double(), grad.double() @ layer.weight.detach().double()
         pairs = zip((layer.weight.grad, inputs.grad), exact, strict=True)
         errors[backward] = [float((found - wanted).norm() / wanted.norm()) for found, wanted in pairs]
+
     assert all(0.02 < one < 0.03 for one in errors["dequantized"])
     assert all(0.03 < one < 0.045 for one in errors["fp8"])
 
@@ -105,16 +108,21 @@ def test_no_step_and_no_swap_of_weights_leaves_stale_codes():
     optimizer = ModelOptimizer(layer.parameters(), OptimizerConfig(learning_rate=0.1), total_steps=10)
     kept, outputs = KeptWeights(layer.parameters()), []
     kept.keep()
+
     for _ in range(2):
         outputs.append(layer(inputs))
         assert torch.equal(outputs[-1], of_engine(layer)(inputs))
+
         outputs[-1].sum().backward()
         before = layer.weight._version
         optimizer.step()
+
         assert layer.weight._version == before  # why nothing may be kept by it
+
     with kept.in_place():
         assert torch.equal(layer(inputs), outputs[0])
     assert not torch.equal(outputs[0], outputs[1])
+
     layer.load_state_dict(layer_of(64, 128).state_dict() | {"weight": matrix(64, 128, 5)})
     assert torch.equal(layer(inputs), of_engine(layer)(inputs))
 
@@ -141,17 +149,22 @@ def test_codes_are_all_that_is_kept_for_backward():
 def test_inputs_that_change_in_place_are_quantized_again():
     rows, inputs = LastRows(FP8_TOKEN_BLOCKS), matrix(3, 128, 1)
     first = rows.of(inputs, torch.float32)
+
     assert rows.of(inputs, torch.float32) is first
     assert rows.of(inputs.clone(), torch.float32) is not first
+
     rows.of(inputs, torch.float32)
     inputs.mul_(3.0)
+
     assert torch.equal(rows.of(inputs, torch.float32).scales, quantize(inputs, FP8_TOKEN_BLOCKS).scales)
 
 
 def test_a_transposed_matrix_has_the_same_numbers():
     found = transposed(quantize(matrix(150, 300), FP8_BLOCKS))
     again = quantize(dequantize(found, torch.float32), FP8_BLOCKS)
-    assert torch.equal(again.codes.float(), found.codes.float()) and torch.equal(again.scales, found.scales)
+
+    assert torch.equal(again.codes.float(), found.codes.float())
+    assert torch.equal(again.scales, found.scales)
     assert torch.equal(
         dequantize(found, torch.float32).T, dequantize(quantize(matrix(150, 300), FP8_BLOCKS), torch.float32)
     )
@@ -198,6 +211,7 @@ def test_a_token_has_the_same_bits_in_any_micro_batch(written):
     whole = hidden_of(model, rollouts, 10_000)
     others = [hidden_of(model, rollouts, 30), hidden_of(model, rollouts, 10_000, padded=True)]
     others += [hidden_of(model, [one], 10_000) for one in rollouts]
+
     for other in others:
         assert all(torch.equal(states, whole[uid]) for uid, states in other.items())
 
@@ -222,9 +236,11 @@ def test_in_bf16_weights_and_gradients_stay_float32(written):
     model, rollouts = written
     control = tiny_model(0).eval()
     train_in_codes(control, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
+
     with torch.autocast("cpu", torch.bfloat16):
         assert largest_gap(control, rollouts) > 1e-4
         assert largest_gap(model, rollouts) < 1e-6  # where the head alone is under autocast
+
         gradients = []
         for one in (model, control):
             (batch,) = plain_batches(rollouts, 10_000, 0)
@@ -232,6 +248,7 @@ def test_in_bf16_weights_and_gradients_stay_float32(written):
             (hidden * matrix(*hidden.shape, seed=7)).sum().backward()
             gradients.append({name: weight.grad for name, weight in one.named_parameters() if weight.grad is not None})
             one.zero_grad()
+
     assert gradients[0].keys() == gradients[1].keys()
     for name, found in gradients[0].items():
         assert found.dtype == torch.float32 == model.get_parameter(name).dtype
@@ -253,18 +270,21 @@ def test_weights_that_others_read_and_scaled_embeddings_agree(name, dtype, most)
         rollouts = engine.generate(make_requests([5, 9], group=2, num_new=16))
     train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True, dtype=DTYPES[dtype])
     scores, engine_scores = [], {one.uid: one.rollout_log_probs for one in rollouts}
+
     for batch in plain_batches(rollouts, 10_000, 0, pads=True):
         logits = response_hidden(model, batch) @ output_layer(model).weight.to(DTYPES[dtype]).T
         tokens = batch.at_sampled(batch.response_ids)
         found = logits.detach().double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         scores.append((found - torch.cat([engine_scores[uid] for uid in batch.uids])).abs())
+
     assert float(torch.cat(scores).max()) < most
 
 
 def test_of_a_mamba_layer_what_it_multiplies_itself_is_kept():
     with closing(make_engine(make_model("jamba"), quantization="fp8")) as engine:
         rollouts = engine.generate(make_requests([5], group=2, num_new=16))
-        assert rollouts and not any("dt_proj" in name for name in engine.capabilities.coded_weights.names)
+        assert rollouts
+        assert not any("dt_proj" in name for name in engine.capabilities.coded_weights.names)
         assert any("mamba.x_proj" in name for name in engine.capabilities.coded_weights.names)
 
 
@@ -294,11 +314,15 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32():
     scale = table.embed_scale.bfloat16()
     train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True, dtype=torch.bfloat16)
     ids, grad = torch.full((1, 3000), 7), matrix(3000, 64, seed=1).bfloat16()[None]
+
     outputs = table(ids)
+
     assert torch.equal(outputs[0, 0], table.weight[7].detach().bfloat16() * scale)
+
     outputs.backward(grad)
     torch.testing.assert_close(table.weight.grad[7].double(), (grad[0] * scale).double().sum(0), rtol=1e-4, atol=1e-3)
-    assert table.weight.grad.dtype == torch.float32 and table.weight.grad.count_nonzero() == 64
+    assert table.weight.grad.dtype == torch.float32
+    assert table.weight.grad.count_nonzero() == 64
 
 
 def test_an_adapter_is_merged_before_its_layer_is_quantized():
@@ -311,12 +335,16 @@ def test_an_adapter_is_merged_before_its_layer_is_quantized():
     merged = tiny_model(0).eval()
     merged.load_state_dict(dict(merged_weights(model)), strict=False)
     train_in_codes(merged, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
+
     outputs = [one(inputs, use_cache=False).logits for one in (model, merged)]
+
     assert torch.equal(*outputs)
+
     for output in outputs:
         output.square().sum().backward()
     layer, own = (one.model.layers[1].mlp.down_proj for one in (model, merged))
     first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
     torch.testing.assert_close(second.grad, 2.0 * own.weight.grad @ first.detach().T)
     torch.testing.assert_close(first.grad, 2.0 * second.detach().T @ own.weight.grad)
     assert layer.base_layer.weight.grad is None
@@ -326,13 +354,16 @@ def test_checkpointed_activations_give_the_same_bits(written):
     model, rollouts = written
     (batch,) = plain_batches(rollouts, 10_000, 0)
     gradients = []
+
     for checkpoints in (False, True):
         twin = copy.deepcopy(model)
         if checkpoints:
             checkpoint_activations(twin)
         response_hidden(twin, batch).square().sum().backward()
         gradients.append([parameter.grad for parameter in twin.parameters() if parameter.grad is not None])
-    assert len(gradients[0]) > 20 and all(map(torch.equal, *gradients))
+
+    assert len(gradients[0]) > 20
+    assert all(map(torch.equal, *gradients))
 
 
 def test_keys_are_rounded_with_the_gradient_of_the_identity():
@@ -357,5 +388,6 @@ def test_a_model_without_linear_layers_is_refused():
             for name, module in list(parent.named_children()):
                 if isinstance(module, nn.Linear):
                     setattr(parent, name, nn.Identity())
+
     with pytest.raises(ModelError, match=r"no linear layer to quantize in Qwen3ForCausalLM.*take precision"):
         train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)

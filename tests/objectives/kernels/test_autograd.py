@@ -51,14 +51,19 @@ class Recorder(TorchDispatchMode):
 
 
 def test_no_tensor_is_larger_than_a_tile_a_weight_or_the_states():
-    n, v, h, tile = 60, 50, 3, (20, 13)
+    n = 60
+    v = 50
+    h = 3
+    tile = (20, 13)
     policy, rollout_model = random_head(1, "soft_cap", n, v, h), random_head(2, "bias", n, v, h)
     options = dict(temperature=0.9, lam=1.0, num_top=3, gather_ids=random_ids(n, 3, v=v), tile=tile)
     ids = random_ids(n, v=v)
     with Recorder() as forward:
         loss = loss_of(joint_linear_head(policy, rollout_model, ids, **options))
+
     with Recorder() as backward:
         loss.backward()
+
     assert forward.largest() == backward.largest() == 20 * 13 > max(v * h, n * h, n * 4)
 
 
@@ -66,22 +71,28 @@ def test_only_inputs_and_single_numbers_are_kept_for_backward():
     policy, rollout_model = random_head(1, "bias"), random_head(2)
     inputs = {tensor.data_ptr() for tensor in leaves(policy, rollout_model)}
     kept = []
+
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         joint_linear_head(
             policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, num_top=3, tile=(2, 3), options=FORMED_AGAIN
         )
+
     assert len(kept) > len(inputs)
     assert all(tensor.data_ptr() in inputs or tensor.shape == (N,) for tensor in kept)
 
 
 def test_logits_are_formed_once_in_each_direction():
-    n, v, tile = 12, 15, (4, 5)
+    n = 12
+    v = 15
+    tile = (4, 5)
     heads = random_head(1, n=n, v=v), random_head(2, n=n, v=v)
     options = dict(temperature=1.0, num_top=2, gather_ids=random_ids(n, 3, v=v), tile=tile, options=FORMED_AGAIN)
     with Recorder() as forward:
         output = joint_linear_head(*heads, random_ids(n, v=v), **options)
+
     with Recorder() as backward:
         loss_of(output).backward()
+
     assert forward.count("mm", tile) == backward.count("mm", tile) == 2 * 3 * 3
     assert not {name for name, _ in backward.calls} & {"topk", "gather", "minimum"}
 
@@ -98,7 +109,9 @@ def test_the_exact_z_takes_a_second_sweep_over_many_tiles_only(tile, sweeps):
 @pytest.mark.parametrize("kind", ["plain", "bias", "soft_cap"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_kept_logits_are_formed_once_and_give_the_same_bits(temperature, kind):
-    n, v, tile = 12, 150, (4, 64)
+    n = 12
+    v = 150
+    tile = (4, 64)
     heads = random_head(1, kind, n, v), random_head(2, n=n, v=v)
     given, size = dict(temperature=temperature, lam=0.8, num_top=2, tile=tile), 2 * n * v * 8
     found = {}
@@ -111,7 +124,9 @@ def test_kept_logits_are_formed_once_and_give_the_same_bits(temperature, kind):
             gradients = [torch.autograd.grad(loss, leaves(*heads), retain_graph=again) for again in (True, False)]
         formed = sum(name == "mm" for name, _ in recorder.calls)
         found[memory] = formed, [*tree_leaves(output), *gradients[0], *gradients[1]]
+
     tiles = 2 * 3 * 3
+
     assert [formed for formed, _ in found.values()] == [tiles * 4, tiles * 4, tiles]  # Z takes a sweep, too
     assert all(one.equal(other) for one, other in zip(found[0][1], found[size][1], strict=True))
 
@@ -123,30 +138,40 @@ def test_only_logits_that_a_gradient_reads_are_kept():
     def keeps(memory: int, *heads: Head) -> tuple[bool, ...]:
         return autograd.keeps_logits(heads, autograd.HeadOptions(logits_memory=memory))
 
-    assert keeps(size, trained) == (True,) and keeps(size - 1, trained) == keeps(9 * size, frozen) == (False,)
+    assert keeps(size, trained) == (True,)
+    assert keeps(size - 1, trained) == keeps(9 * size, frozen) == (False,)
     assert keeps(size, trained, frozen) == (True, False)
-    assert keeps(2 * size, frozen, trained) == (True, True) and keeps(size, frozen, trained) == (False, False)
+    assert keeps(2 * size, frozen, trained) == (True, True)
+    assert keeps(size, frozen, trained) == (False, False)
     with torch.no_grad():
         assert keeps(size, trained) == (False,)
 
 
 def test_log_probs_alone_are_the_same_without_the_rest():
-    heads, ids, gather_ids = (random_head(1), random_head(2, "bias")), random_ids(N), random_ids(N, 2)
+    heads = (random_head(1), random_head(2, "bias"))
+    ids = random_ids(N)
+    gather_ids = random_ids(N, 2)
     given = dict(temperature=0.7, lam=0.8, num_top=3, gather_ids=gather_ids, tile=(3, 4))
     whole = joint_linear_head(*heads, ids, **given)
+
     alone = joint_linear_head(*heads, ids, only_log_probs=True, **given)
+
     assert alone.forward_kl is alone.reverse_kl is alone.policy.entropy is alone.rollout_model.entropy is None
     for name in ("log_probs", "top_ids", "top_log_probs", "gathered"):
         for role in ("policy", "rollout_model"):
             assert getattr(getattr(alone, role), name).equal(getattr(getattr(whole, role), name))
-    assert alone.exact_z.equal(whole.exact_z) and alone.fill_ins.equal(whole.fill_ins)
+    assert alone.exact_z.equal(whole.exact_z)
+    assert alone.fill_ins.equal(whole.fill_ins)
+
     gradients = [
         torch.autograd.grad(output.policy.log_probs.sum() + output.rollout_model.log_probs.sum(), leaves(*heads))
         for output in (alone, whole)
     ]
     assert all(one.equal(other) for one, other in zip(*gradients, strict=True))
+
     one = linear_head(heads[0], ids, only_log_probs=True, **{k: v for k, v in given.items() if k != "lam"})
-    assert one.entropy is None and one.log_probs.equal(whole.policy.log_probs)
+    assert one.entropy is None
+    assert one.log_probs.equal(whole.policy.log_probs)
 
 
 def test_without_lam_there_is_no_exact_z():
@@ -155,13 +180,18 @@ def test_without_lam_there_is_no_exact_z():
 
 
 def test_the_gradient_of_a_weight_is_written_once():
-    n, v, h = 12, 15, 2
+    n = 12
+    v = 15
+    h = 2
     head = random_head(1, n=n, v=v, h=h, dtype=torch.bfloat16)
     output = linear_head(head, random_ids(n, v=v), temperature=1.0, tile=(4, 5))
+
     with Recorder() as recorder:
         output.log_probs.sum().backward()
+
     assert recorder.count("addmm_", (5, h)) == 3 * 3
     assert recorder.count("copy_", (5, h)) == 3 + 3  # the weight to float32, its gradient to bfloat16
+
     whole = [name for name, shape in recorder.calls if shape == (v, h) and name not in {"detach", "empty_like"}]
     assert whole == []
 
@@ -177,10 +207,13 @@ def test_backward_forms_only_the_logits_that_the_loss_needs():
     policy, rollout_model = random_head(1), random_head(2)
     frozen = Head(hidden=rollout_model.hidden.detach(), weight=rollout_model.weight.detach())
     options = {"temperature": 1.0, "lam": 1.0, "options": FORMED_AGAIN}
+
     output = joint_linear_head(policy, rollout_model, random_ids(N), **options)
+
     assert logits_formed(output.policy.log_probs) == 1
     assert logits_formed(output.rollout_model.entropy) == 1
     assert logits_formed(output.forward_kl) == logits_formed(output.reverse_kl) == 2
+
     output = joint_linear_head(policy, frozen, random_ids(N), **options)
     assert logits_formed(output.policy.entropy + output.rollout_model.log_probs) == 1
 
@@ -239,14 +272,21 @@ def test_the_module_waits_for_no_number_of_a_gpu(tile):
     with Recorder() as recorder:
         output = module(*given, temperature=1.0, lam=0.8, num_top=20, gather_ids=random_ids(n, 3, v=v), tile=tile)
         loss_of(output).backward()
+
     names = [name for name, _ in recorder.calls]
-    assert not WAITING & set(names) and "topk" in names
+
+    assert not WAITING & set(names)
+    assert "topk" in names
 
 
 def test_ids_are_checked_in_the_functions_and_not_in_a_run():
-    layer, hidden, ids = nn.Linear(H, V), torch.randn(N, H), torch.full((N,), V)
+    layer = nn.Linear(H, V)
+    hidden = torch.randn(N, H)
+    ids = torch.full((N,), V)
+
     with pytest.raises(ValueError, match="ids from 11 to 11"):
         linear_head(Head(hidden=hidden, weight=layer.weight), ids, temperature=1.0)
+
     LinearHead(layer)(hidden, None, ids, temperature=1.0)
 
 
@@ -267,7 +307,9 @@ def test_logits_are_accumulated_in_float32(dtype):
     exact = naive_log_probs(float64_copy(head), 1.0).detach()
     magnitude = (head.hidden.double().abs() @ head.weight.double().abs().t()).max().item()
     bound = 2 * (256 + 8) * 2**-24 * magnitude
+
     rounding_of_bfloat16 = 2**-9 * exact.abs().max().item()
+
     assert bound < rounding_of_bfloat16 / 5
     assert output.gathered.dtype == output.log_probs.dtype == output.entropy.dtype == torch.float32
     assert (output.gathered.double() - exact).abs().max() <= bound
@@ -280,7 +322,10 @@ def test_under_autocast_products_are_rounded_but_not_the_softmax(dtype):
     The weight's gradient, a sum of (onehot - p) h: p errs by p shift, to which rounding both operands and the product
     adds 3 u. The softmax's own sum over V keeps float32's V 2^-24.
     """
-    u, n, v, h = 2**-8, 16, 64, 32
+    u = 2**-8
+    n = 16
+    v = 64
+    h = 32
     wide = random_head(1, n=n, v=v, h=h)
     head = Head(hidden=wide.hidden.to(dtype), weight=(wide.weight * 0.05).detach().to(dtype).requires_grad_())
     ids, every = random_ids(n, v=v), torch.arange(v).expand(n, v)
@@ -316,11 +361,15 @@ def test_a_head_in_fp32_does_not_feel_autocast(operands):
                 logits = layer(hidden).float()
             output.log_probs.sum().backward()
             found[cast, type(layer)] = (output.log_probs, output.entropy, hidden.grad, layer.weight.grad, logits)
+
     plain, cast = found[False, Fp32Linear], found[True, Fp32Linear]
+
     assert all(one.equal(other) for one, other in zip(plain, cast, strict=True))
+
     exact = (wide.hidden.detach().to(operands).double() @ layers[1].weight.detach().double().t()).float()
     torch.testing.assert_close(plain[4], exact, atol=1e-6, rtol=1e-6)
-    assert not found[True, nn.Linear][0].equal(plain[0]) and not found[True, nn.Linear][4].equal(plain[4])
+    assert not found[True, nn.Linear][0].equal(plain[0])
+    assert not found[True, nn.Linear][4].equal(plain[4])
 
 
 def test_float64_stays_float64_under_autocast():
@@ -339,7 +388,9 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32():
     ids = torch.zeros(n, dtype=torch.int64)
     linear_head(head, ids, temperature=1.0, tile=(1, V)).log_probs.sum().backward()
     p = naive_log_probs(Head(hidden=one.hidden, weight=one.weight, bias=one.bias), 1.0).detach().exp()[0]
+
     to_logits = n * (torch.eye(V).double()[0] - p)
+
     for given, expected in (
         (one.weight.grad, to_logits[:, None] * one.hidden.detach().double()),
         (one.bias.grad, to_logits),
@@ -352,6 +403,8 @@ def test_backward_within_autocast_is_the_backward_outside_it():
     head = random_head(1, dtype=torch.float32)
     output = linear_head(head, random_ids(N), temperature=1.0)
     outside = torch.autograd.grad(loss_of(output), leaves(head), retain_graph=True)
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
         within = torch.autograd.grad(loss_of(output), leaves(head))
+
     assert all(one.equal(other) for one, other in zip(within, outside, strict=True))

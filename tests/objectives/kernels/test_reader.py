@@ -71,7 +71,9 @@ def test_triton_gives_what_the_eager_reader_gives(kind, bf16, tile, memory, trit
     for given, options in cases:
         expected, slopes = computed(given, reader.EAGER, memory, bf16, temperature=temperature, **options)
         found, own = computed(given, triton, memory, bf16, temperature=temperature, **options)
+
         assert_same(found, expected, rtol=1e-5, atol=2e-5)
+
         tolerance = dict(rtol=2**-6, atol=2e-2) if bf16 else dict(rtol=1e-5, atol=5e-5)
         for one, other in zip(own, slopes, strict=True):
             torch.testing.assert_close(one, other, **tolerance)
@@ -82,22 +84,29 @@ def test_triton_leaves_float64_to_eager_and_takes_no_positions(triton):
     given = dict(bf16=False, temperature=0.7, num_top=3, lam=0.8)
     heads = [random_head(1, n=N, v=V), random_head(2, n=N, v=V)]
     (expected, slopes), (found, own) = (computed(heads, one, 0, **given) for one in (reader.EAGER, triton))
+
     assert_same(found, expected)
     assert all(one.equal(other) for one, other in zip(own, slopes, strict=True))
+
     none = as_float32(random_head(1, n=0, v=V))
     output = linear_head(none, random_ids(0), temperature=1.0, num_top=2, options=HeadOptions(triton))
     output.log_probs.sum().backward()
-    assert output.top_ids.shape == (0, 2) and not none.weight.grad.any()
+
+    assert output.top_ids.shape == (0, 2)
+    assert not none.weight.grad.any()
 
 
 def test_the_kernel_is_chosen_by_the_device(monkeypatch):
     assert (
         head_kernel.tile_reader("auto", CPU) is head_kernel.tile_reader("eager", torch.device("cuda")) is reader.EAGER
     )
+
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(head_kernel, "find_spec", lambda name: object())
+
     with pytest.raises(ConfigError, match="head_kernel is triton, but the device is cpu"):
         head_kernel.tile_reader("triton", CPU)
+
     monkeypatch.setattr(head_kernel, "find_spec", lambda name: None)
     assert head_kernel.tile_reader("auto", torch.device("cuda")) is reader.EAGER
     with pytest.raises(ConfigError, match="Triton is not installed"):

@@ -35,9 +35,13 @@ def test_two_levels_find_what_one_finds(v, k, kind):
 
 
 def test_a_long_row_is_not_searched_as_a_whole(monkeypatch):
-    rows, widths, real = random_rows(3, 64 * BLOCK, "random"), [], torch.Tensor.topk
+    rows = random_rows(3, 64 * BLOCK, "random")
+    widths = []
+    real = torch.Tensor.topk
     monkeypatch.setattr(torch.Tensor, "topk", lambda self, *a, **b: widths.append(self.shape[1]) or real(self, *a, **b))
+
     top_k(rows, 2)
+
     assert widths == [64, 2 * BLOCK]
 
 
@@ -48,9 +52,11 @@ def test_parts_give_what_the_whole_row_gives(k, width, kind):
     rows = random_rows(9, 1000, kind)
     other = random_rows(9, 1000, "random").flip(1)
     top = RunningTopK(k)
+
     for start in range(0, 1000, width):
         part = slice(start, start + width)
         top.add(rows[:, part], start, block_max(rows[:, part]), [other[:, part]])
+
     assert_top(top.values, top.ids, rows, k)
     assert top.companions[0].equal(other.gather(1, top.ids))
 
@@ -63,9 +69,11 @@ def test_long_parts_that_hold_few_of_the_largest(k, width, kind):
     if kind == "one rises":
         rows[7] = rows[7].sort().values
     top = RunningTopK(k)
+
     for start in range(0, 8000, width):
         part = rows[:, start : start + width]
         top.add(part, start, block_max(part), [-part])
+
     assert_top(top.values, top.ids, rows, k)
     assert top.companions[0].equal(-top.values)
 
@@ -74,10 +82,13 @@ def test_ids_of_a_row_of_nans_are_in_range_and_differ():
     rows = random_rows(3, 600, "random")
     rows[1] = torch.nan
     top = RunningTopK(8)
+
     for start in range(0, 600, 200):
         part = rows[:, start : start + 200]
         top.add(part, start, block_max(part))
-    assert len(set(top.ids[1].tolist())) == 8 and 0 <= top.ids[1].min() <= top.ids[1].max() < 600
+
+    assert len(set(top.ids[1].tolist())) == 8
+    assert 0 <= top.ids[1].min() <= top.ids[1].max() < 600
     assert_top(top.values[::2], top.ids[::2], rows[::2], 8)
 
 
