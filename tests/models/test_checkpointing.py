@@ -38,12 +38,12 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def states_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor], int]:
-    """Hidden states, gradients, and the bytes that wait for backward, of one forward pass of two sequences."""
-    kept: dict[int, int] = {}
+    """Return hidden states, gradients, and the bytes that wait for backward, of one pass of two sequences."""
+    kept_bytes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, torch.nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            kept_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     prompts, prompt_mask = pad_tokens([[1, 2], [3, 4, 5]], "left", torch.device("cpu"))
@@ -52,19 +52,21 @@ def states_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor], 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = predicting_hidden(model, prompts, prompt_mask, torch.tensor([0, 1]), responses, mask)
     hidden[mask].sin().sum().backward()
-    return hidden.detach(), [parameter.grad for parameter in backbone(model).parameters()], sum(kept.values())
+    return hidden.detach(), [parameter.grad for parameter in backbone(model).parameters()], sum(kept_bytes.values())
 
 
 def test_states_and_gradients_are_bit_equal_and_less_is_kept(model: PreTrainedModel) -> None:
-    hidden, grads, kept = states_and_gradients(model)
+    hidden, grads, kept_bytes = states_and_gradients(model)
+
     checkpoint_activations(model)
     model.eval()
+    hidden_again, grads_again, kept_bytes_again = states_and_gradients(model)
 
-    again, grads_again, kept_again = states_and_gradients(model)
-
-    assert torch.equal(hidden, again)
-    assert all(torch.equal(one, other) for one, other in zip(grads, grads_again, strict=True))
-    assert kept_again < kept / 3
+    assert torch.equal(hidden, hidden_again)
+    assert all(
+        torch.equal(gradient, gradient_again) for gradient, gradient_again in zip(grads, grads_again, strict=True)
+    )
+    assert kept_bytes_again < kept_bytes / 3
 
 
 def test_a_model_without_such_layers_is_refused(model: PreTrainedModel) -> None:
@@ -75,16 +77,17 @@ def test_a_model_without_such_layers_is_refused(model: PreTrainedModel) -> None:
 
 def test_every_trained_model_is_checkpointed_and_no_other() -> None:
     config = small_config("activation_checkpointing=true", "rollout_model.optimizer=null")
-    loaded = {
+    loaded_models = {
         role: load_trained(config, role, path, torch.device("cpu"), False)
         for role, path in config.model_paths().items()
     }
 
-    assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
+    shares_prompts = {role: can_share_prompts(loaded_model) for role, loaded_model in loaded_models.items()}
+    assert shares_prompts == {"policy": False, "rollout_model": True}  # a checkpointed model does not
 
     settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")
     critic = load_trained(small_config(*settings), "critic", config.policy.path, torch.device("cpu"), False)
-    for model in (loaded["policy"], critic):
+    for model in (loaded_models["policy"], critic):
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
         assert layers
         assert all(isinstance(layer.forward, partial) for layer in layers)
@@ -97,7 +100,8 @@ def test_a_run_learns_the_same_with_checkpointed_activations(tmp_path) -> None:
     for name in ("false", "true"):
         settings = (f"activation_checkpointing={name}", "iterations=1", "policy.lora.rank=2", "batch.prompts=2", SHORT)
         run(small_config(*settings), tmp_path / name)
+
     for role in ("policy", "rollout_model"):
-        kept, computed_again = (weights(tmp_path / name, role) for name in ("false", "true"))
-        assert kept.keys() == computed_again.keys()
-        assert all(torch.allclose(kept[name], computed_again[name], atol=2e-5) for name in kept)
+        kept_weights, recomputed_weights = (weights(tmp_path / name, role) for name in ("false", "true"))
+        assert kept_weights.keys() == recomputed_weights.keys()
+        assert all(torch.allclose(kept_weights[name], recomputed_weights[name], atol=2e-5) for name in kept_weights)

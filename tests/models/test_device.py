@@ -1,4 +1,4 @@
-"""Where models compute: on the GPU that torch finds, else on the CPU."""
+"""Where models compute on a machine without a GPU: on the CPU, told where a GPU may be meant, refused where it is."""
 
 import warnings
 
