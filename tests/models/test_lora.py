@@ -117,7 +117,7 @@ def test_the_size_told_beforehand_is_that_of_the_adapter(folder: Path, config: L
     assert told_size == sum(parameter.numel() for parameter in trained_weights(adapted_model(folder, config)).values())
 
 
-def test_all_linear_leaves_out_the_head_and_names_select_layers(folder: Path) -> None:
+def test_all_linear_leaves_the_head_out_and_names_choose_layers(folder: Path) -> None:
     layers = {name.split(".")[-1] for name in target_layers(load_model(folder, torch.float32), ("all-linear",))}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

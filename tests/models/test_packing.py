@@ -23,7 +23,7 @@ def token_count(run: Sequence[tuple[int, int]], pads: bool) -> int:
 
 @MANY_EXAMPLES
 @given(ROWS, BUDGETS, st.booleans())
-def test_runs_have_every_row_and_are_as_long_as_the_budget_allows(lengths, budget, pads) -> None:
+def test_runs_have_every_row_and_are_as_long_as_allowed(lengths, budget, pads) -> None:
     runs = list(pack(lengths, budget, lambda row: row, pads))
 
     assert [row for run in runs for row in run] == lengths

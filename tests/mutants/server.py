@@ -131,8 +131,8 @@ def result_of_child(job: Callable[[], tuple[str, str]], test_count: int = 1) -> 
     with os.fdopen(reader) as pipe:
         answer = pipe.read()
     os.waitpid(child, 0)
-    silence = f"died, or took more than {cpu_seconds} seconds of CPU or {seconds} in all"
-    return json.loads(answer) if answer else {"failed": None, "text": silence}
+    silence_text = f"died, or took more than {cpu_seconds} seconds of CPU or {seconds} in all"
+    return json.loads(answer) if answer else {"failed": None, "text": silence_text}
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ def test_equal_sides_have_no_difference():
 def test_quantized_layers_are_named_with_their_grids():
     formats = differences(SideFormats(dtype="fp32", quantization="fp8"), SideFormats(dtype="fp32"))
 
-    expected_layers = {f"{layer}_proj (2)" for layer in ("q", "k", "v", "o", "gate", "up", "down")}  # in 2 blocks each
+    expected_layers = {f"{layer}_proj (2)" for layer in ("q", "k", "v", "o", "gate", "up", "down")}  # of 2 blocks
     assert {name.split(".")[-1] for name in formats} == expected_layers
     assert formats["model.layers.*.mlp.down_proj (2)"] == (
         "weights fp8 by 128 x 128, activations fp8 by 1 x 128",
