@@ -1,4 +1,4 @@
-"""Checkpointed activations: the same numbers, fewer of them kept."""
+"""With checkpointed activations a model has the same states and gradients, and fewer numbers wait for backward."""
 
 from functools import partial
 
@@ -33,6 +33,7 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Return each model of MODELS in turn."""
     torch.manual_seed(0)
     return MODELS[request.param]().eval()
 
@@ -63,9 +64,7 @@ def test_states_and_gradients_are_bit_equal_and_less_is_kept(model: PreTrainedMo
     hidden_again, grads_again, kept_bytes_again = states_and_gradients(model)
 
     assert torch.equal(hidden, hidden_again)
-    assert all(
-        torch.equal(gradient, gradient_again) for gradient, gradient_again in zip(grads, grads_again, strict=True)
-    )
+    assert all(torch.equal(grad, grad_again) for grad, grad_again in zip(grads, grads_again, strict=True))
     assert kept_bytes_again < kept_bytes / 3
 
 
@@ -102,6 +101,7 @@ def test_a_run_learns_the_same_with_checkpointed_activations(tmp_path) -> None:
         run(small_config(*settings), tmp_path / name)
 
     for role in ("policy", "rollout_model"):
-        kept_weights, recomputed_weights = (weights(tmp_path / name, role) for name in ("false", "true"))
+        kept_weights = weights(tmp_path / "false", role)
+        recomputed_weights = weights(tmp_path / "true", role)
         assert kept_weights.keys() == recomputed_weights.keys()
         assert all(torch.allclose(kept_weights[name], recomputed_weights[name], atol=2e-5) for name in kept_weights)

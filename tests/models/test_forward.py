@@ -91,7 +91,6 @@ def repeat_prompts(batch: TokenBatch) -> TokenBatch:
 
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_shared_prompt_gives_the_same_states_and_gradients(model, padding):
-
     assert can_share_prompts(model)
     model = model.double()
     shared_batch = token_batch(padding)
@@ -103,10 +102,12 @@ def test_a_shared_prompt_gives_the_same_states_and_gradients(model, padding):
         hidden = response_hidden(model, batch)
         (hidden.sin() * torch.arange(hidden.shape[1])).sum().backward()
         states.append(hidden.detach())
-        grads.append(torch.cat([p.grad.flatten() for p in backbone(model).parameters()]))
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in backbone(model).parameters()]))
 
-    assert torch.allclose(states[0], states[1], rtol=0, atol=1e-12)
-    assert (grads[0] - grads[1]).norm() < 1e-6 * grads[1].norm()  # norms and angles are float32 inside
+    shared_states, repeated_states = states
+    shared_grad, repeated_grad = grads
+    assert torch.allclose(shared_states, repeated_states, rtol=0, atol=1e-12)
+    assert (shared_grad - repeated_grad).norm() < 1e-6 * repeated_grad.norm()  # norms and angles are float32 inside
 
 
 def test_a_shared_prompt_is_read_once(model):
@@ -138,9 +139,9 @@ def test_responses_of_one_token_are_predicted_by_prompts(model):
     short_batch = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
     first_positions = torch.arange(len(RESPONSES))
 
-    whole_states = token_hidden(model, batch, first_positions * batch.response_ids.shape[1])
+    states_in_long_batch = token_hidden(model, batch, first_positions * batch.response_ids.shape[1])
 
-    assert torch.allclose(token_hidden(model, short_batch, first_positions), whole_states, atol=2e-5)
+    assert torch.allclose(token_hidden(model, short_batch, first_positions), states_in_long_batch, atol=2e-5)
 
     empty_batch = replace(batch, response_ids=batch.response_ids[:, :0], attention_mask=batch.attention_mask[:, :0])
     for batch_without_tokens in (empty_batch, repeat_prompts(empty_batch)):
@@ -178,7 +179,10 @@ def test_checkpointed_activations_leave_nothing_to_share():
 def test_hidden_states_carry_gradient(model):
     loss = response_hidden(model, token_batch()).sum()
     loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in backbone(model).parameters())
+
+    for parameter in backbone(model).parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
 
 
 def test_the_head_computes_what_the_model_does(model):
@@ -247,16 +251,16 @@ def test_tokens_are_padded_on_the_side_asked_for(side, ids, mask):
 def test_a_wide_head_of_an_engine_is_that_of_training(tied):
     """The engine holds bfloat16, training float32 under autocast; both have the same weights and hidden states."""
     torch.manual_seed(0)
-    trained = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).bfloat16()
-    engine = LlamaForCausalLM(trained.config).bfloat16()
-    engine.load_state_dict(trained.state_dict())
+    training_model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).bfloat16()
+    engine_model = LlamaForCausalLM(training_model.config).bfloat16()
+    engine_model.load_state_dict(training_model.state_dict())
     hidden = torch.randn(64, 32).bfloat16()
     ids = torch.arange(64) % V
-    trained = trained.float()
+    training_model = training_model.float()
     gaps = []
 
     for widen in (lambda model: None, widen_head):
-        for model in (trained, engine):
+        for model in (training_model, engine_model):
             names = [name for name, _ in model.named_parameters()]
             weight = output_layer(model).weight
 
@@ -264,13 +268,16 @@ def test_a_wide_head_of_an_engine_is_that_of_training(tied):
 
             assert output_layer(model).weight is weight
             assert [name for name, _ in model.named_parameters()] == names
+
         with torch.autocast("cpu", torch.bfloat16):
-            trained_log_probs = LinearHead(output_layer(trained))(hidden.float(), None, ids, temperature=1.0).log_probs
-        engine_log_probs = head_logits(engine, hidden).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+            trained_log_probs = LinearHead(output_layer(training_model))(
+                hidden.float(), None, ids, temperature=1.0
+            ).log_probs
+        engine_log_probs = head_logits(engine_model, hidden).log_softmax(-1).gather(1, ids[:, None])[:, 0]
         exact_log_probs = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-        gaps.append(
-            [(log_probs - exact_log_probs).abs().max().item() for log_probs in (trained_log_probs, engine_log_probs)]
-        )
+        training_gap = (trained_log_probs - exact_log_probs).abs().max().item()
+        engine_gap = (engine_log_probs - exact_log_probs).abs().max().item()
+        gaps.append([training_gap, engine_gap])
 
     plain_gaps, wide_gaps = gaps
     assert min(plain_gaps) > 1e-4  # bfloat16 rounds the logits

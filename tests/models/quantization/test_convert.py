@@ -18,8 +18,10 @@ class ModelOfExceptions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, 8)
-        self.head, self.gate = nn.Linear(8, 12, bias=False), nn.Linear(8, 4, bias=False)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
         self.second.weight = self.first.weight
         self.experts = nn.Parameter(torch.randn(4, 8, 8))
         self.gate_proj = nn.Linear(8, 8)
@@ -96,10 +98,10 @@ def test_weights_on_their_way_are_those_that_a_model_holds(scheme_name, suffix):
         layer = model.get_submodule(key.removesuffix(".weight"))
         assert sent_tensors[key].dtype == scheme.weights.codes
         sent_weight = Quantized(sent_tensors.pop(key), sent_tensors.pop(f"{key}{suffix}"), scheme.weights)
-        assert torch.equal(dequantize(sent_weight, torch.float32), dequantize(layer.quantized, torch.float32))
-        assert (dequantize(sent_weight, torch.float32) - plain_weights[key]).abs().max() < 0.07 * plain_weights[
-            key
-        ].abs().max()
+        sent_numbers = dequantize(sent_weight, torch.float32)
+        assert torch.equal(sent_numbers, dequantize(layer.quantized, torch.float32))
+        largest_weight = plain_weights[key].abs().max()
+        assert (sent_numbers - plain_weights[key]).abs().max() < 0.07 * largest_weight
 
     assert sent_tensors.keys() == conversion.kept.keys()
     assert all(torch.equal(sent_tensors[key], plain_weights[key]) for key in sent_tensors)

@@ -30,11 +30,14 @@ def numpy_of(quantized: Quantized) -> np.ndarray:
 @pytest.mark.parametrize("scales", ["power_of_two", "float32"])
 def test_a_product_is_that_of_what_the_codes_stand_for(name, scales):
     scheme = with_scales(SCHEMES[name], scales)
-    a, b = quantize(matrix(33, 300, 1), scheme.activations), quantize(matrix(150, 300, 2), scheme.weights)
-    exact = numpy_of(a) @ numpy_of(b).T
+    a = quantize(matrix(33, 300, 1), scheme.activations)
+    b = quantize(matrix(150, 300, 2), scheme.weights)
 
+    product = gemm_exact(a, b)
+
+    exact_product = numpy_of(a) @ numpy_of(b).T
     magnitude = np.abs(numpy_of(a)) @ np.abs(numpy_of(b)).T
-    assert (np.abs(gemm_exact(a, b).double().numpy() - exact) / magnitude).max() < 2.5e-7
+    assert (np.abs(product.double().numpy() - exact_product) / magnitude).max() < 2.5e-7
 
 
 @pytest.mark.parametrize("name", CODED_SCHEMES)
@@ -94,12 +97,11 @@ def test_operands_for_a_gpu_have_the_layout_of_its_library(m, n, k, by_blocks):
     else:
         assert b_scales.shape == (columns, block_count)
         assert b_scales.stride() == (1, columns if block_count > 1 else 1)
-    scales_by_column = [scales.repeat_interleave(128, dim=1).double() for scales in (a_scales, b_scales)]
-    left_scales, right_scales = scales_by_column
+
+    left_scales = a_scales.repeat_interleave(128, dim=1).double()
+    right_scales = b_scales.repeat_interleave(128, dim=1).double()
     product = (left.double() * left_scales) @ (right.T.double() * right_scales).T
-
     exact = numpy_of(a) @ numpy_of(b).T
-
     assert np.allclose(product[:m, :n].numpy(), exact, rtol=1e-12, atol=1e-12)
     assert not product[m:].any()
 
@@ -108,7 +110,6 @@ def test_matrices_that_do_not_fit_are_refused():
     a, b = operands("fp8", 4)
     int8_weights = operands("int8_w8a8", 4)[1]
     short_weights = quantize(matrix(150, 256), b.grid)
-
     small_blocks = quantize(matrix(4, 300), Grid(codes=a.grid.codes, rows=1, columns=64, scales="power_of_two"))
 
     for left, right in ((a, int8_weights), (a, short_weights), (b, b), (small_blocks, b)):
@@ -135,7 +136,6 @@ def test_a_layer_multiplies_codes_and_adds_the_bias_last(name, dtype):
 
     magnitude = np.abs(left) @ np.abs(numpy_of(quantize(weight, scheme.weights))).T + 1.0
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-
     assert (np.abs(outputs.reshape(15, 70).double().numpy() - expected) / magnitude).max() < tolerance
     assert not torch.equal(outputs, torch.nn.functional.linear(inputs, weight, bias))
 
@@ -146,7 +146,6 @@ def test_a_layer_takes_another_weight():
     layer.take(matrix(64, 64, 2))
 
     new_weight = quantize(matrix(64, 64, 2), SCHEMES["fp8"].weights)
-
     assert torch.equal(layer.quantized.codes.float(), new_weight.codes.float())
     assert torch.equal(layer.quantized.scales, new_weight.scales)
     assert layer.quantized.grid == new_weight.grid

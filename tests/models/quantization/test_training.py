@@ -221,7 +221,7 @@ def model_and_rollouts(request):
 
 
 def hidden_of(model: nn.Module, rollouts: list, budget: int, padded: bool = False) -> dict[str, Tensor]:
-    """The states that predict each response's tokens, by uid, in micro-batches of at most `budget` tokens."""
+    """Return the states that predict each response's tokens, by uid, in micro-batches of at most `budget` tokens."""
     states_by_uid = {}
     for batch in plain_batches(rollouts, budget, 0, pads=padded):
         response_states = response_hidden(model, batch).split([int(mask.sum()) for mask in batch.response_mask])
@@ -231,9 +231,9 @@ def hidden_of(model: nn.Module, rollouts: list, budget: int, padded: bool = Fals
 
 def test_a_token_has_the_same_bits_in_any_micro_batch(model_and_rollouts):
     model, rollouts = model_and_rollouts
-    whole_states = hidden_of(model, rollouts, 10_000)
-    state_sets = [hidden_of(model, rollouts, 30), hidden_of(model, rollouts, 10_000, padded=True)]
-    state_sets += [hidden_of(model, [rollout], 10_000) for rollout in rollouts]
+    whole_states = hidden_of(model, rollouts, budget=10_000)
+    state_sets = [hidden_of(model, rollouts, budget=30), hidden_of(model, rollouts, budget=10_000, padded=True)]
+    state_sets += [hidden_of(model, [rollout], budget=10_000) for rollout in rollouts]
 
     for states_by_uid in state_sets:
         assert all(torch.equal(states, whole_states[uid]) for uid, states in states_by_uid.items())
@@ -270,9 +270,8 @@ def test_in_bf16_weights_and_gradients_stay_float32(model_and_rollouts):
             (batch,) = plain_batches(rollouts, 10_000, 0)
             hidden = response_hidden(trained_model, batch)
             (hidden * matrix(*hidden.shape, seed=7)).sum().backward()
-            gradients.append(
-                {name: weight.grad for name, weight in trained_model.named_parameters() if weight.grad is not None}
-            )
+            weights = dict(trained_model.named_parameters())
+            gradients.append({name: weight.grad for name, weight in weights.items() if weight.grad is not None})
             trained_model.zero_grad()
 
     model_gradients, control_gradients = gradients
@@ -312,8 +311,9 @@ def test_weights_that_others_read_and_scaled_embeddings_agree(name, dtype, toler
 
 def test_of_a_mamba_layer_what_it_multiplies_itself_is_kept():
     with closing(make_engine(make_model("jamba"), quantization="fp8")) as engine:
-        coded_names = engine.capabilities.coded_weights.names
         rollouts = engine.generate(make_requests([5], group=2, num_new=16))
+
+        coded_names = engine.capabilities.coded_weights.names
         assert rollouts
         assert not any("dt_proj" in name for name in coded_names)
         assert any("mamba.x_proj" in name for name in coded_names)
@@ -345,7 +345,8 @@ def test_the_gradient_of_an_embedding_adds_up_in_float32():
     table = model.get_input_embeddings()
     scale = table.embed_scale.bfloat16()
     train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True, dtype=torch.bfloat16)
-    ids, grad = torch.full((1, 3000), 7), matrix(3000, 64, seed=1).bfloat16()[None]
+    ids = torch.full((1, 3000), 7)
+    grad = matrix(3000, 64, seed=1).bfloat16()[None]
 
     outputs = table(ids)
 
@@ -365,19 +366,21 @@ def test_an_adapter_is_merged_before_its_layer_is_quantized():
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data = 0.1 * matrix(*parameter.shape, seed=3)
-    merged = tiny_model(0).eval()
-    merged.load_state_dict(dict(merged_weights(model)), strict=False)
-    train_in_codes(merged, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
+    merged_model = tiny_model(0).eval()
+    merged_model.load_state_dict(dict(merged_weights(model)), strict=False)
+    train_in_codes(merged_model, SCHEMES["fp8"], "dequantized", fp8_cache=False, exact=True)
 
-    outputs = [trained_model(inputs, use_cache=False).logits for trained_model in (model, merged)]
+    outputs = [trained_model(inputs, use_cache=False).logits for trained_model in (model, merged_model)]
 
     assert torch.equal(*outputs)
 
     for output in outputs:
         output.square().sum().backward()
-    layer, merged_layer = (trained_model.model.layers[1].mlp.down_proj for trained_model in (model, merged))
-    down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-
+    layer = model.model.layers[1].mlp.down_proj
+    merged_layer = merged_model.model.layers[1].mlp.down_proj
+    down = layer.lora_A["default"].weight
+    up = layer.lora_B["default"].weight
+    # 2.0 is alpha over rank
     torch.testing.assert_close(up.grad, 2.0 * merged_layer.weight.grad @ down.detach().T)
     torch.testing.assert_close(down.grad, 2.0 * up.detach().T @ merged_layer.weight.grad)
     assert layer.base_layer.weight.grad is None
