@@ -49,7 +49,7 @@ def write_command(path: Path, text: str) -> None:
 
 
 @contextmanager
-def submitted(script: str, folder: Path, programs: dict[str, str], nodes: str) -> Iterator[subprocess.Popen]:
+def submitted_job(script: str, folder: Path, programs: dict[str, str], nodes: str) -> Iterator[subprocess.Popen]:
     """Run a batch script in `folder` as SLURM would on these nodes; what still runs at the end is killed."""
     bin = folder / "bin"
     bin.mkdir()
@@ -97,7 +97,7 @@ def test_every_node_gets_its_ranks(tmp_path: Path) -> None:
     script = printed_script("joint_8b", description, "--nodes", "2", "--gpus", "2", "--run", run, cwd=tmp_path)
     recorder = RECORDER.format(python=sys.executable, folder=str(tmp_path))
 
-    with submitted(script, tmp_path, {"torchrun": recorder}, "one,two") as job:
+    with submitted_job(script, tmp_path, {"torchrun": recorder}, "one,two") as job:
         assert job.wait(60) == 0, (tmp_path / "output").read_text()
 
     [training] = [json.loads(path.read_text()) for path in tmp_path.glob("torchrun-*.json")]
@@ -110,7 +110,7 @@ def test_every_node_gets_its_ranks(tmp_path: Path) -> None:
         "--shutdown-timeout=270",
         "--rdzv-backend=c10d",
         f"--rdzv-id={os.getpid()}",
-        f"--rdzv-endpoint=one:{20000 + os.getpid() % 10000}",
+        f"--rdzv-endpoint=one:{20000 + os.getpid() % 10000}",  # the first node, a port of the job's id
         "-m",
     ]
     assert words[words.index("--") + 1 :] == ["jackpot", "train", "joint_8b", description, "--run", run]
@@ -147,7 +147,7 @@ def test_sigterm_ends_a_job_with_a_checkpoint(tmp_path: Path) -> None:
     options = ["--gpus", "0", "--ranks", "2", "--run", str(tmp_path / "run")]
     script = printed_script("quickstart", *SMALL, "iterations=500", *options, cwd=tmp_path)
     log_path = tmp_path / "run" / "metrics.jsonl"
-    with submitted(script, tmp_path, {}, "localhost") as job:
+    with submitted_job(script, tmp_path, {}, "localhost") as job:
         deadline = time.monotonic() + 240.0
         while not log_path.exists() or '"iteration": 1,' not in log_path.read_text():
             assert job.poll() is None, (tmp_path / "output").read_text()

@@ -11,6 +11,7 @@ from jackpot.models.device import pick_device
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
+    """Let torch find no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

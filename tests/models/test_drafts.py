@@ -43,15 +43,15 @@ def single_verdict(p: np.ndarray, q: np.ndarray, lam: float):
 def test_the_reported_distribution_is_the_one_that_draws(lam):
     accepted_shares = np.minimum(Q, P / lam)
     residual = np.maximum(P - accepted_shares, 0.0)
-    expected = accepted_shares + (1.0 - accepted_shares.sum()) * residual / residual.sum()
+    expected_probs = accepted_shares + (1.0 - accepted_shares.sum()) * residual / residual.sum()
 
-    assert distribution_drawn(P, Q, lam) == pytest.approx(expected, abs=5 / GRID)
-    assert single_verdict(P, Q, lam).log_probs[0].exp().numpy() == pytest.approx(expected, abs=1e-7)
+    assert distribution_drawn(P, Q, lam) == pytest.approx(expected_probs, abs=5 / GRID)
+    assert single_verdict(P, Q, lam).log_probs[0].exp().numpy() == pytest.approx(expected_probs, abs=1e-7)
 
     if lam == 1.0:
-        assert expected == pytest.approx(P, abs=1e-15)
+        assert expected_probs == pytest.approx(P, abs=1e-15)
     else:
-        assert np.abs(expected - P).max() > 0.01
+        assert np.abs(expected_probs - P).max() > 0.01
 
 
 def test_a_smaller_lam_accepts_more():
@@ -75,6 +75,7 @@ def test_without_a_draft_the_token_is_the_models_own(q, lam):
     p /= p.sum()
 
     verdict = single_verdict(p, q, lam)
+
     assert not verdict.accepted.any()
     assert torch.isfinite(verdict.log_probs).all()
     assert int(verdict.replacements) == int(np.searchsorted(p.cumsum(), 0.5))

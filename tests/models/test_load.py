@@ -84,8 +84,8 @@ def test_a_model_comes_in_its_dtype_and_in_eval_mode(original, dtype):
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert not model.training
 
-    expected = qwen().to(dtype)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    pairs = zip(model.parameters(), qwen().to(dtype).parameters(), strict=True)
+    assert all(torch.equal(weight, expected_weight) for weight, expected_weight in pairs)
     assert load_model(str(original), dtype).device == torch.device("cpu")
 
 
@@ -100,10 +100,11 @@ def test_weights_lie_where_torch_puts_its_own(tmp_path):
     critic = load_value_model("starter:rollout_model", torch.float32)
     critic.save_pretrained(tmp_path)  # its bias of 4 bytes comes first, and moves the others
     loaded_critic = load_value_model(tmp_path, torch.float32)
-    assert {weight.data_ptr() % 64 for model in (critic, loaded_critic) for weight in model.parameters()} == {0}
+    weights = [*critic.parameters(), *loaded_critic.parameters()]
+    assert {weight.data_ptr() % 64 for weight in weights} == {0}
 
-    tied = load_model("starter:rollout_model", torch.float32)
-    assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
+    tied_model = load_model("starter:rollout_model", torch.float32)
+    assert tied_model.get_input_embeddings().weight is tied_model.get_output_embeddings().weight
 
 
 def assert_same_model(model, expected_model) -> None:
@@ -187,9 +188,8 @@ def test_an_index_names_safetensors_of_its_own_folder_alone(folder, name, device
     indexed_name = str(file) if name and name.startswith("/") else name
     name_files(folder, file, indexed_name)
 
-    with pytest.raises(
-        ModelError, match=rf"index\.json of {folder} names {indexed_name!r} as .* inside of the model's folder"
-    ):
+    message = rf"index\.json of {folder} names {indexed_name!r} as .* inside of the model's folder"
+    with pytest.raises(ModelError, match=message):
         load_model(folder, torch.float32, device)
 
 

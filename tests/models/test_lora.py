@@ -114,7 +114,8 @@ def test_the_seed_alone_decides_a_new_adapter(folder: Path) -> None:
 @pytest.mark.parametrize("config", [SMALL, ATTENTION], ids=["all-linear", "attention"])
 def test_the_size_told_beforehand_is_that_of_the_adapter(folder: Path, config: LoraConfig) -> None:
     told_size = adapter_size(load_model(folder, torch.float32), config)
-    assert told_size == sum(parameter.numel() for parameter in trained_weights(adapted_model(folder, config)).values())
+    weights = trained_weights(adapted_model(folder, config))
+    assert told_size == sum(weight.numel() for weight in weights.values())
 
 
 def test_all_linear_leaves_the_head_out_and_names_choose_layers(folder: Path) -> None:
@@ -216,7 +217,6 @@ def test_a_saved_folder_is_a_plain_model_and_pefts_adapter(folder: Path, tmp_pat
     model_writer(model, tmp_path / "saved", WHOLE)()
 
     saved_model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-
     assert type(saved_model) is type(model)
     assert equal(dict(saved_model.named_parameters()), dict(merged_weights(model)))
 

@@ -129,13 +129,10 @@ def test_any_batch_can_be_packed(case: str) -> None:
 
     states = token_hidden(model, batch, index * row.predicting.shape[1] + columns)
 
-    single_states = [
-        backbone(model)(input_ids=torch.tensor([[*prompts[prompt], *ids]])).last_hidden_state[
-            0, len(prompts[prompt]) - 1 : -1
-        ]
-        for prompt, ids in responses
-    ]
-
+    single_states = []
+    for prompt, ids in responses:
+        states_alone = backbone(model)(input_ids=torch.tensor([[*prompts[prompt], *ids]])).last_hidden_state
+        single_states.append(states_alone[0, len(prompts[prompt]) - 1 : -1])
     assert torch.allclose(states, torch.cat(single_states), atol=1e-5)
 
 
@@ -221,7 +218,8 @@ def by_loop(
     outputs = []
     window, _ = options["window_size"]
     sizes = zip(ends.diff().tolist(), key_ends.diff().tolist(), strict=True)
-    assert ends.dtype == key_ends.dtype == torch.int32
+    assert ends.dtype == torch.int32
+    assert key_ends.dtype == torch.int32
     assert most_queries == ends.diff().max()
     assert most_keys == key_ends.diff().max()
     for (queries, keys), start, key_start in zip(sizes, ends.tolist(), key_ends.tolist(), strict=False):

@@ -75,7 +75,7 @@ def test_every_token_attends_to_its_sequence_before_it_alone(groups) -> None:
     assert keys_by_block(row) == expected_keys
     assert keys_by_sequence(row) == expected_keys
     assert row.positions.tolist() == [len(expected_keys[token]) - 1 for token in row.token_ids.tolist()]
-    assert row.longest == (int(row.cu_queries.diff().max()), int(row.cu_keys.diff().max()))
+    assert row.longest == (int(row.cu_queries.diff().max()), int(row.cu_keys.diff().max()))  # queries, keys
 
     for prompt_index, response, positions in zip(prompt_indices, responses, row.predicting, strict=True):
         tokens = [*prompts[prompt_index], *response.tolist()]

@@ -50,6 +50,7 @@ ATTENTION = {  # Qwen2.5's report, Table 1, and Qwen3's, Table 1: layers, query 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let no test reach the hub or find files of it."""
     without_hub(monkeypatch, tmp_path)
 
 

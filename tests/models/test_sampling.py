@@ -23,13 +23,13 @@ def truncated_probs(logits: list[float], temperature: float, top_k: int, top_p: 
         weights = [weight if weight >= smallest else 0.0 for weight in weights]
     total = sum(weights)
     weights = [weight / total for weight in weights]
-    kept = set()
+    kept_tokens = set()
     mass_before = 0.0
     for token in sorted(range(len(weights)), key=lambda token: -weights[token]):
         if top_p == 1.0 or mass_before < top_p:
-            kept.add(token)
+            kept_tokens.add(token)
         mass_before += weights[token]
-    weights = [weight if token in kept else 0.0 for token, weight in enumerate(weights)]
+    weights = [weight if token in kept_tokens else 0.0 for token, weight in enumerate(weights)]
     total = sum(weights)
     return [weight / total for weight in weights]
 
@@ -39,26 +39,34 @@ def truncated_probs(logits: list[float], temperature: float, top_k: int, top_p: 
 @pytest.mark.parametrize("top_p", [0.05, 0.6, 0.99, 1.0])
 def test_truncation_equals_a_plain_loop(temperature, top_k, top_p):
     logits = 2.0 * torch.randn(6, 17, generator=torch.Generator().manual_seed(1))
+
     probs = sampling_log_probs(logits, temperature, top_k, top_p).exp()
     expected_probs = torch.tensor([truncated_probs(row, temperature, top_k, top_p) for row in logits.tolist()])
+
     assert torch.allclose(probs, expected_probs, atol=2e-6)
     assert torch.equal(probs > 0, expected_probs > 0)
 
 
 def test_the_token_that_crosses_top_p_is_kept():
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
-    assert sampling_log_probs(logits, 1.0, 0, 0.49).exp().tolist() == [pytest.approx([0, 1, 0])]
-    assert sampling_log_probs(logits, 1.0, 0, 0.51).exp().tolist() == [pytest.approx([0, 0.625, 0.375])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=0, top_p=0.49).exp().tolist() == [pytest.approx([0, 1, 0])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=0, top_p=0.51).exp().tolist() == [
+        pytest.approx([0, 0.625, 0.375])
+    ]
 
 
 def test_top_p_counts_what_top_k_left():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()  # top-k 2 leaves 4/7 and 3/7; 4/7 is above 0.5 and 0.4 is not
-    assert sampling_log_probs(logits, 1.0, 2, 0.5).exp().tolist() == [pytest.approx([1, 0, 0, 0])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=2, top_p=0.5).exp().tolist() == [
+        pytest.approx([1, 0, 0, 0])
+    ]
 
 
 def test_ties_with_the_last_of_top_k_are_kept_as_vllm_keeps_them():
     logits = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
-    assert sampling_log_probs(logits, 1.0, 2, 1.0).exp().tolist() == [pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=2, top_p=1.0).exp().tolist() == [
+        pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 300])
@@ -145,7 +153,6 @@ def test_a_draw_is_the_inverse_cdf_of_a_plain_softmax(size, settings):
     all_settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     probs = torch.tensor([truncated_probs(row, **all_settings) for row in logits.tolist()], dtype=torch.float64)
     expected_tokens = torch.searchsorted(probs.cumsum(-1), uniforms[:, None], right=True)[:, 0].clamp(max=size - 1)
-
     assert torch.equal(draw.tokens, expected_tokens)
     assert torch.allclose(draw.log_probs.double(), probs.gather(1, draw.tokens[:, None])[:, 0].log(), atol=5e-6)
     assert torch.allclose(draw.top_log_probs.double(), probs.topk(5).values.log(), atol=5e-6)
@@ -163,7 +170,6 @@ def test_the_most_probable_tokens_are_found_wherever_they_stand(size, where):
     draw = draw_of(logits, torch.full((6,), 0.5, dtype=torch.float64), num_top=20)
 
     expected_log_probs = logits.double().log_softmax(-1)
-
     assert torch.allclose(draw.top_log_probs.double(), expected_log_probs.topk(20).values, atol=1e-6)
     assert torch.allclose(draw.top_log_probs.double(), expected_log_probs.gather(1, draw.top_ids), atol=1e-6)
     assert all(len(set(row)) == 20 for row in draw.top_ids.tolist())
@@ -171,7 +177,9 @@ def test_the_most_probable_tokens_are_found_wherever_they_stand(size, where):
 
 def test_what_truncation_dropped_stands_last_with_no_probability():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
+
     draw = draw_of(logits, torch.tensor([LARGEST], dtype=torch.float64), num_top=3, top_k=2)
+
     assert draw.tokens.tolist() == [3]
     assert draw.top_ids[0, :2].tolist() == [3, 2]
     # 0.4 and 0.3 of the 0.7 that top-k 2 leaves
@@ -185,6 +193,7 @@ def test_a_row_without_a_distribution_spoils_no_other(value, size):
     logits[1, 3] = value
 
     draw = draw_of(logits, torch.tensor([0.9, 0.9], dtype=torch.float64), num_top=2)
+
     assert draw.log_probs.isfinite().tolist() == [True, False]
     assert (draw.tokens < size).all()
 
@@ -204,9 +213,8 @@ def test_a_tokens_log_prob_is_the_same_drawn_scored_and_trained(size, temperatur
     generator = torch.Generator().manual_seed(0)
     logits = 4.0 * torch.randn(16, size, generator=generator)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    draw = draw_tokens(
-        logits, torch.rand(16, dtype=torch.float64, generator=generator), **settings, num_top_log_probs=5
-    )
+    uniforms = torch.rand(16, dtype=torch.float64, generator=generator)
+    draw = draw_tokens(logits, uniforms, **settings, num_top_log_probs=5)
     ids = torch.cat([draw.tokens[:, None], draw.top_ids], dim=1)
 
     scored_log_probs = log_probs_at(logits, ids, **settings)
@@ -216,6 +224,7 @@ def test_a_tokens_log_prob_is_the_same_drawn_scored_and_trained(size, temperatur
     if not top_k:
         exact_log_probs = (logits / temperature).double().log_softmax(-1).gather(1, ids)
         assert (scored_log_probs - exact_log_probs).abs().max() < 1e-6
+
         head = Head(hidden=torch.eye(16), weight=logits.T.contiguous())  # whose products do not round
         trained_log_probs = linear_head(head, draw.tokens, temperature=temperature).log_probs
         assert (trained_log_probs - draw.log_probs).abs().max() < 1e-6

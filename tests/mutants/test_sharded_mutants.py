@@ -28,6 +28,7 @@ Patch = Callable[[pytest.MonkeyPatch], Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Return a folder with the models that the sharded learners load."""
     folder = tmp_path_factory.mktemp("models")
     sharded.save_models(folder)
     return folder

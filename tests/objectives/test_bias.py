@@ -46,7 +46,10 @@ class Enumeration:
         return result.weights, result.accept_mask
 
     def mean(self, factors: Tensor | float, log_probs: Tensor | None = None) -> list[float]:
-        """Mean of `factors` of the first token, the second, ... over the rollout model's responses, or another's."""
+        """Return the mean of `factors` of each token, the first first, over the responses of a model.
+
+        The model is the rollout model, or that of the log-probs.
+        """
         chances = (self.rollout if log_probs is None else log_probs).sum(-1).exp()
         return (chances @ (factors * torch.ones_like(self.rollout))).tolist()
 
@@ -147,9 +150,8 @@ def test_f_tis_is_unbiased_for_good_responses_alone():
     is_far = (models.rollout - models.target).sum(-1, keepdim=True) > 0.5
     omitted_gradient = models.mean(ratios * (is_far & ~is_good))
     assert min(omitted_gradient) > 0.01  # there are such responses
-    assert gradient == pytest.approx(
-        [a + b for a, b in zip(unbiased_gradient, omitted_gradient, strict=True)], rel=1e-10
-    )
+    sums = [sum(pair) for pair in zip(unbiased_gradient, omitted_gradient, strict=True)]
+    assert gradient == pytest.approx(sums, rel=1e-10)
 
 
 def test_dppo_is_unbiased_for_tokens_inside_the_region():
@@ -224,9 +226,8 @@ def test_oapl_ends_at_the_sampler_tilted_by_the_reward(beta):
     tilts = (group.rewards / beta).exp()
     mean_tilt = tilts.mean()  # over the group, which is the sum of p_inf e^(r / beta)
     best_probs = group.sampler.sum(-1).exp() * tilts / mean_tilt
-    token_log_probs = 0.5 * best_probs.log()[:, None].expand(
-        group.sampler.shape
-    )  # a response's parts, whichever tokens have them
+    # half of a response's log-prob for each token; only their sum matters
+    token_log_probs = 0.5 * best_probs.log()[:, None].expand(group.sampler.shape)
 
     value, gradient = surrogate_of(group, token_log_probs, beta)
 

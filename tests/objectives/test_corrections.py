@@ -23,7 +23,8 @@ from jackpot.objectives.corrections.signed import dppo_topk
 from jackpot.objectives.obrs import ZEstimate
 
 RTOL = 1e-12  # of float64 against Python floats
-OBRS = dict(lam=0.8, c1=1.5, c2=1.25, mask="sampled", kappa="none")
+OBRS_NUMBERS = dict(lam=0.8, c1=1.5, c2=1.25, mask="sampled")
+OBRS = OBRS_NUMBERS | dict(kappa="none")
 EVERY = [
     ("none", {}),
     ("is", {}),
@@ -116,9 +117,8 @@ def assert_weights_and_mask(correction, expected):
 
 def test_without_correction_every_token_is_kept_at_weight_one():
     inputs = random_inputs()
-    assert_weights_and_mask(
-        make_correction("none").apply(inputs, {}), {position: (1.0, 1.0) for position, *_ in tokens(inputs)}
-    )
+    correction = make_correction("none").apply(inputs, {})
+    assert_weights_and_mask(correction, {position: (1.0, 1.0) for position, *_ in tokens(inputs)})
 
 
 def test_importance_sampling_weighs_by_the_whole_ratio():
@@ -211,9 +211,8 @@ def test_the_weight_moves_from_the_target_to_the_proximal_point():
 
     for position, p_inf, p_target, p_proximal, _, z in tokens(inputs):
         accepted_prob = min(p_inf, p_target) / z
-        assert correction.weights[position].item() == pytest.approx(
-            p_target / accepted_prob * p_proximal / p_target, rel=RTOL
-        )
+        expected_weight = p_target / accepted_prob * p_proximal / p_target
+        assert correction.weights[position].item() == pytest.approx(expected_weight, rel=RTOL)
 
 
 # kappa
@@ -233,11 +232,10 @@ def test_kappa_spans_the_whole_step_and_sits_inside_the_clip():
     assert abs(kappa - 1.0) > 0.05
     assert abs(kappa - hand_kappa(first_inputs, lam=OBRS["lam"])) > 0.01
 
-    numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
     totals = add_sums(correction.measure(first_inputs), correction.measure(second_inputs))
     for inputs in (first_inputs, second_inputs):
         result = correction.apply(inputs, totals)
-        assert_weights_and_mask(result, hand_obrs(inputs, kappa=kappa, **numbers))
+        assert_weights_and_mask(result, hand_obrs(inputs, kappa=kappa, **OBRS_NUMBERS))
         assert result.kappa.item() == pytest.approx(kappa, rel=RTOL)
 
 
@@ -262,23 +260,21 @@ def test_kappa_comes_from_the_sums_and_is_1_without(kappa_setting):
     inputs = random_inputs()
     other_inputs = random_inputs(seed=9)
     correction = make_correction("obrs", **OBRS | {"kappa": kappa_setting})
-    numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
 
-    assert_weights_and_mask(correction.apply(inputs, {}), hand_obrs(inputs, kappa=1.0, **numbers))
+    assert_weights_and_mask(correction.apply(inputs, {}), hand_obrs(inputs, kappa=1.0, **OBRS_NUMBERS))
 
     kappa = hand_kappa(other_inputs, lam=OBRS["lam"])
     result = correction.apply(inputs, correction.measure(other_inputs))
-    assert_weights_and_mask(result, hand_obrs(inputs, kappa=kappa, **numbers))
+    assert_weights_and_mask(result, hand_obrs(inputs, kappa=kappa, **OBRS_NUMBERS))
 
 
 def test_kappa_none_ignores_the_sums():
     inputs = random_inputs()
     correction = make_correction("obrs", **OBRS)
-    numbers = {name: OBRS[name] for name in ("lam", "c1", "c2", "mask")}
 
     result = correction.apply(inputs, correction.measure(inputs))
 
-    assert_weights_and_mask(result, hand_obrs(inputs, kappa=1.0, **numbers))
+    assert_weights_and_mask(result, hand_obrs(inputs, kappa=1.0, **OBRS_NUMBERS))
 
 
 def test_corrections_say_which_sums_they_want_first():
@@ -315,10 +311,10 @@ def mask_patterns(inputs, lam):
 @given(st.integers(0, 1000), st.sampled_from([0.3, 1.0, 3.0]))
 def test_the_expected_mask_is_the_mean_over_all_masks(seed, lam):
     inputs = random_inputs(seed=seed, shape=(1, 6), spread=1.5)
-    settings = dict(lam=lam, c1=2.0, c2=3.0, kappa="none")
+    numbers = dict(lam=lam, c1=2.0, c2=3.0, kappa="none")
     factors = torch.linspace(-1.0, 2.0, 6, dtype=torch.float64).expand(1, 6)
-    sampling_correction = make_correction("obrs", mask="sampled", **settings)
-    expecting_correction = make_correction("obrs", mask="expected", **settings)
+    sampling_correction = make_correction("obrs", mask="sampled", **numbers)
+    expecting_correction = make_correction("obrs", mask="expected", **numbers)
 
     def loss(correction, uniforms):
         result = correction.apply(replace(inputs, uniforms=uniforms), {})
@@ -343,16 +339,16 @@ def test_the_expected_mask_is_the_mean_over_all_masks(seed, lam):
 def test_measure_reports_acceptance_z_and_captured_mass():
     lam = 0.8
     inputs = random_inputs()
-    rows = list(tokens(inputs))
-    a = [min(1.0, target / inf / lam) for _, inf, target, *_ in rows]
+    rows = list(tokens(inputs))  # each begins with the token's position and ends with its Z
+    acceptances = [min(1.0, target / inf / lam) for _, inf, target, *_ in rows]
     z = inputs.z
 
     measurements = make_correction("obrs", **OBRS | {"lam": lam}).measure(inputs)
 
     expected = {
-        "obrs/acceptance": a,
+        "obrs/acceptance": acceptances,
         "obrs/z": [row[-1] for row in rows],
-        "obrs/acceptance_minus_z": [x - row[-1] for x, row in zip(a, rows, strict=True)],
+        "obrs/acceptance_minus_z": [x - row[-1] for x, row in zip(acceptances, rows, strict=True)],
         "obrs/z_bound_width": [(z.upper - z.lower)[row[0]].item() for row in rows],
         "obrs/rollout_mass": [z.rollout_mass[row[0]].item() for row in rows],
         "obrs/target_mass": [z.target_mass[row[0]].item() for row in rows],
@@ -360,9 +356,8 @@ def test_measure_reports_acceptance_z_and_captured_mass():
     }
     assert set(measurements) == set(expected)
     for name, values in expected.items():
-        assert measurements[name].value.item() == pytest.approx(
-            math.fsum(values) / len(values), rel=1e-11, abs=1e-15
-        ), name
+        mean = math.fsum(values) / len(values)
+        assert measurements[name].value.item() == pytest.approx(mean, rel=1e-11, abs=1e-15), name
 
 
 def test_other_corrections_measure_the_same_overlap_at_lam_one():
@@ -379,16 +374,15 @@ def test_measure_adds_up_over_micro_batches(name, numbers):
     fields = [field.name for field in fields_of(inputs) if field.name != "z"]
 
     def rows_of(rows):
-        z = ZEstimate(*(x[rows] for x in inputs.z))
+        z = ZEstimate(*(field_values[rows] for field_values in inputs.z))
         return replace(inputs, **{field: getattr(inputs, field)[rows] for field in fields}, z=z)
 
     full_sums = correction.measure(inputs)
     added_sums = add_sums(correction.measure(rows_of(slice(0, 1))), correction.measure(rows_of(slice(1, 4))))
 
-    for name_of_sum in full_sums:
-        assert [x.item() for x in added_sums[name_of_sum]] == pytest.approx(
-            [x.item() for x in full_sums[name_of_sum]], rel=1e-12
-        )
+    for metric, full_sum in full_sums.items():
+        numbers_of_full_sum = [number.item() for number in full_sum]
+        assert [number.item() for number in added_sums[metric]] == pytest.approx(numbers_of_full_sum, rel=1e-12)
 
 
 def test_capped_tokens_are_reported():
@@ -476,12 +470,12 @@ def test_an_unknown_mode_lists_the_known_ones(field, valid):
 
 
 @pytest.mark.parametrize("field", ["lam", "c1", "c2"])
-@pytest.mark.parametrize("number", [0.0, -1.0, math.nan])
-def test_numbers_that_are_not_above_zero_are_refused(field, number):
-    with pytest.raises(ConfigError, match=f"obrs: {field}: {number} was given. Input should be "):
-        make_correction("obrs", **OBRS | {field: number})
-    with pytest.raises(ConfigError, match=f"correction tis: cap: {number} was given"):
-        make_correction("tis", cap=number)
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_numbers_that_are_not_above_zero_are_refused(field, value):
+    with pytest.raises(ConfigError, match=f"obrs: {field}: {value} was given. Input should be "):
+        make_correction("obrs", **OBRS | {field: value})
+    with pytest.raises(ConfigError, match=f"correction tis: cap: {value} was given"):
+        make_correction("tis", cap=value)
 
 
 @pytest.mark.parametrize(("name", "key"), [("tis", "c1"), ("none", "cap"), ("obrs", "totals")])

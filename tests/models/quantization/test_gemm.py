@@ -76,12 +76,14 @@ def test_operands_for_a_gpu_have_the_layout_of_its_library(m, n, k, by_blocks):
     """The checks of torch's `scaled_mm`, which on a GPU alone knows blocks, and the product of what lies in memory."""
     a = quantize(matrix(m, k, 1), FP8_TOKEN_BLOCKS)
     b = quantize(matrix(n, k, 2), SCHEMES["fp8"].weights if by_blocks else FP8_TOKEN_BLOCKS)
+
     arguments = scaled_operands(a, b)
-    left, right, a_scales, b_scales = (arguments[name] for name in ("mat_a", "mat_b", "scale_a", "scale_b"))
+
+    left, right = arguments["mat_a"], arguments["mat_b"]
+    a_scales, b_scales = arguments["scale_a"], arguments["scale_b"]
     rows, padded_k = left.shape
     columns = right.shape[1]
     block_count = -(-k // 128)
-
     assert (rows % 4, padded_k % 128, columns % 16) == (0, 0, 0)
     assert len(right) == padded_k
     assert left.stride() == (padded_k, 1)

@@ -76,10 +76,12 @@ def test_an_engine_scores_what_a_converted_copy_computes():
         Request(uid=f"{index}", prompt=task.prompt("test", index), seed=index, sampling=Sampling(max_new_tokens=10))
         for index in range(4)
     ]
+
     with closing(make_engine(settings, PATH, torch.device("cpu"), Version(0, 0))) as engine:
         rollouts = engine.generate(requests)
         # each alone in its batch
         engine_scores = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
+
     for rollout, engine_score in zip(rollouts, engine_scores, strict=True):
         with torch.no_grad():
             hidden, ids, _ = forward_rollouts(learner, [rollout])

@@ -404,7 +404,9 @@ def test_checkpointed_activations_give_the_same_bits(model_and_rollouts):
 
 def test_keys_are_rounded_with_the_gradient_of_the_identity():
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    key = torch.randn(1, 2, 5, 8, requires_grad=True)
+    value = torch.randn(1, 2, 5, 8, requires_grad=True)
     module = tiny_model(0).model.layers[0].self_attn
     factor = torch.randn(1, 5, 2, 8)
 
@@ -412,10 +414,11 @@ def test_keys_are_rounded_with_the_gradient_of_the_identity():
         output, _ = attend(module, query, key, value, None, scaling=0.3)
         return [output, *torch.autograd.grad((output * factor).sum(), (query, key, value))]
 
-    rounded_states = (round_to_fp8(states.detach()).requires_grad_() for states in (key, value))
+    rounded_key = round_to_fp8(key.detach()).requires_grad_()
+    rounded_value = round_to_fp8(value.detach()).requires_grad_()
 
     results = attention_and_gradients(with_trained_kv(sdpa_attention_forward), key, value)
-    expected_results = attention_and_gradients(sdpa_attention_forward, *rounded_states)
+    expected_results = attention_and_gradients(sdpa_attention_forward, rounded_key, rounded_value)
 
     assert all(map(torch.equal, results, expected_results))
     assert not torch.equal(results[0], attention_and_gradients(sdpa_attention_forward, key, value)[0])

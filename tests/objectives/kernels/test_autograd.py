@@ -75,11 +75,13 @@ def test_only_inputs_and_single_numbers_are_kept_for_backward():
     policy = random_head(1, "bias")
     rollout_model = random_head(2)
     inputs = {tensor.data_ptr() for tensor in leaves(policy, rollout_model)}
-
     kept_tensors = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept_tensors.append(tensor) or tensor, lambda tensor: tensor
-    ):
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept_tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         joint_linear_head(
             policy, rollout_model, random_ids(N), temperature=1.0, lam=1.0, num_top=3, tile=(2, 3), options=FORMED_AGAIN
         )
@@ -179,16 +181,18 @@ def test_log_probs_alone_are_the_same_without_the_rest():
     assert short_output.policy.entropy is None
     assert short_output.rollout_model.entropy is None
 
-    for name in ("log_probs", "top_ids", "top_log_probs", "gathered"):
-        for role in ("policy", "rollout_model"):
-            assert getattr(getattr(short_output, role), name).equal(getattr(getattr(full_output, role), name))
+    for role in ("policy", "rollout_model"):
+        short_head_output = getattr(short_output, role)
+        full_head_output = getattr(full_output, role)
+        for name in ("log_probs", "top_ids", "top_log_probs", "gathered"):
+            assert getattr(short_head_output, name).equal(getattr(full_head_output, name))
     assert short_output.exact_z.equal(full_output.exact_z)
     assert short_output.fill_ins.equal(full_output.fill_ins)
 
-    gradients = [
-        torch.autograd.grad(output.policy.log_probs.sum() + output.rollout_model.log_probs.sum(), leaves(*heads))
-        for output in (short_output, full_output)
-    ]
+    gradients = []
+    for output in (short_output, full_output):
+        loss = output.policy.log_probs.sum() + output.rollout_model.log_probs.sum()
+        gradients.append(torch.autograd.grad(loss, leaves(*heads)))
     assert all(gradient.equal(full_gradient) for gradient, full_gradient in zip(*gradients, strict=True))
 
     del settings["lam"]
@@ -302,7 +306,8 @@ def test_the_module_waits_for_no_number_of_a_gpu(tile):
     v = 4100
     policy_layer, rollout_model_layer = nn.Linear(H, v), nn.Linear(3, v)
     with torch.no_grad():
-        policy_layer.bias[5] = rollout_model_layer.bias[7] = -torch.inf
+        policy_layer.bias[5] = -torch.inf
+        rollout_model_layer.bias[7] = -torch.inf
     inputs = torch.randn(n, H, requires_grad=True), torch.randn(n, 3, requires_grad=True), random_ids(n, v=v)
     module = LinearHead(policy_layer, rollout_model_layer)
 
@@ -318,7 +323,7 @@ def test_the_module_waits_for_no_number_of_a_gpu(tile):
 def test_ids_are_checked_in_the_functions_and_not_in_a_run():
     layer = nn.Linear(H, V)
     hidden = torch.randn(N, H)
-    ids = torch.full((N,), V)
+    ids = torch.full((N,), V)  # none of the vocabulary
 
     with pytest.raises(ValueError, match="ids from 11 to 11"):
         linear_head(Head(hidden=hidden, weight=layer.weight), ids, temperature=1.0)

@@ -106,9 +106,8 @@ def test_tied_tokens_give_distinct_ids_and_their_log_probs():
     rollout_model = random_head(2, n=n, v=v)
     uniform_policy = Head(hidden=torch.zeros(n, H, dtype=torch.float64), weight=policy.weight)
 
-    output = joint_linear_head(
-        uniform_policy, rollout_model, random_ids(n, v=v), temperature=1.0, num_top=50, tile=(4, 33)
-    )
+    ids = random_ids(n, v=v)
+    output = joint_linear_head(uniform_policy, rollout_model, ids, temperature=1.0, num_top=50, tile=(4, 33))
 
     assert all(len(set(row)) == 50 for row in output.policy.top_ids.tolist())
 

@@ -30,6 +30,7 @@ def triton() -> reader.TileReader:
 
 
 def as_float32(head: Head) -> Head:
+    """Return the head with trainable copies of its tensors in float32."""
     tensors = {name: getattr(head, name) for name in ("hidden", "weight", "bias") if getattr(head, name) is not None}
     copies = {name: tensor.detach().float().requires_grad_() for name, tensor in tensors.items()}
     return Head(**copies, soft_cap=head.soft_cap)
@@ -94,7 +95,8 @@ def test_triton_leaves_float64_to_eager_and_takes_no_positions(triton):
     output, gradients = output_and_gradients(heads, triton, **settings)
 
     assert_same(output, expected)
-    assert all(gradient.equal(expected) for gradient, expected in zip(gradients, expected_gradients, strict=True))
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert gradient.equal(expected_gradient)
 
     empty_head = as_float32(random_head(1, n=0, v=V))
     output = linear_head(empty_head, random_ids(0), temperature=1.0, num_top=2, options=HeadOptions(triton))

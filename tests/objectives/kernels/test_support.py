@@ -26,11 +26,11 @@ def listed_ids(seed: int = 3) -> tuple[Tensor, Tensor]:
 
 def naive_support_log_probs(log_probs: Tensor, sampled: Tensor, ids: Tensor, is_kept: Tensor) -> Tensor:
     """Return the renormalized log-probs over the whole vocabulary, -inf outside of sampled and kept tokens."""
-    outside = torch.ones_like(log_probs, dtype=torch.bool)
-    for row, (token, of_row, kept) in enumerate(zip(sampled, ids, is_kept, strict=True)):
-        outside[row, of_row[kept]] = False
-        outside[row, token] = False
-    return log_probs.masked_fill(outside, -torch.inf).log_softmax(-1)
+    is_outside = torch.ones_like(log_probs, dtype=torch.bool)
+    for row, (token, row_ids, row_is_kept) in enumerate(zip(sampled, ids, is_kept, strict=True)):
+        is_outside[row, row_ids[row_is_kept]] = False
+        is_outside[row, token] = False
+    return log_probs.masked_fill(is_outside, -torch.inf).log_softmax(-1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "soft_cap"])
@@ -71,18 +71,16 @@ def test_corrected_gradients_are_those_of_the_truncated_policy():
     for column, token in enumerate(kept_ids[0]):
         log_prob = support_log_probs(head, token[None], kept_ids, is_kept, 1.0)[0][0]
         rho = (log_prob.exp() / p_inf[column]).detach()
-        accepted, weight = (rho / lam).clamp(max=1.0), z * rho.clamp(min=lam)
+        acceptance = (rho / lam).clamp(max=1.0)
+        weight = z * rho.clamp(min=lam)
         sums["rho"] += p_inf[column] * rho * advantages[column] * log_prob
-        sums["obrs"] += p_inf[column] * accepted * weight * advantages[column] * log_prob
+        sums["obrs"] += p_inf[column] * acceptance * weight * advantages[column] * log_prob
 
         full_log_prob = naive_log_probs(head, 1.0)[0, token]
-        sums["untruncated"] += (
-            p_inf[column] * (full_log_prob.exp() / p_inf[column]).detach() * advantages[column] * full_log_prob
-        )
+        full_rho = (full_log_prob.exp() / p_inf[column]).detach()
+        sums["untruncated"] += p_inf[column] * full_rho * advantages[column] * full_log_prob
 
     gradients = {name: torch.autograd.grad(total, leaves(head), retain_graph=True) for name, total in sums.items()}
     torch.testing.assert_close(gradients["rho"], expected_gradients)
-    torch.testing.assert_close(
-        gradients["obrs"], tuple(z * expected_gradient for expected_gradient in expected_gradients)
-    )
+    torch.testing.assert_close(gradients["obrs"], tuple(z * gradient for gradient in expected_gradients))
     assert (gradients["untruncated"][0] - expected_gradients[0]).abs().max() > 0.1 * expected_gradients[0].abs().max()
