@@ -1,4 +1,4 @@
-"""Checkpointed activations: the same numbers, fewer of them kept."""
+"""With checkpointed activations a model has the same states and gradients, and fewer numbers wait for backward."""
 
 from functools import partial
 
@@ -33,17 +33,18 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Return each model of MODELS in turn."""
     torch.manual_seed(0)
     return MODELS[request.param]().eval()
 
 
 def states_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor], int]:
-    """Hidden states, gradients, and the bytes that wait for backward, of one forward pass of two sequences."""
-    kept: dict[int, int] = {}
+    """Return hidden states, gradients, and the bytes that wait for backward, of one pass of two sequences."""
+    kept_bytes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, torch.nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            kept_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     prompts, prompt_mask = pad_tokens([[1, 2], [3, 4, 5]], "left", torch.device("cpu"))
@@ -52,17 +53,19 @@ def states_and_gradients(model: PreTrainedModel) -> tuple[Tensor, list[Tensor], 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = predicting_hidden(model, prompts, prompt_mask, torch.tensor([0, 1]), responses, mask)
     hidden[mask].sin().sum().backward()
-    return hidden.detach(), [parameter.grad for parameter in backbone(model).parameters()], sum(kept.values())
+    return hidden.detach(), [parameter.grad for parameter in backbone(model).parameters()], sum(kept_bytes.values())
 
 
 def test_states_and_gradients_are_bit_equal_and_less_is_kept(model: PreTrainedModel) -> None:
-    hidden, grads, kept = states_and_gradients(model)
+    hidden, grads, kept_bytes = states_and_gradients(model)
+
     checkpoint_activations(model)
     model.eval()
-    again, grads_again, kept_again = states_and_gradients(model)
-    assert torch.equal(hidden, again)
-    assert all(torch.equal(one, other) for one, other in zip(grads, grads_again, strict=True))
-    assert kept_again < kept / 3
+    hidden_again, grads_again, kept_bytes_again = states_and_gradients(model)
+
+    assert torch.equal(hidden, hidden_again)
+    assert all(torch.equal(grad, grad_again) for grad, grad_again in zip(grads, grads_again, strict=True))
+    assert kept_bytes_again < kept_bytes / 3
 
 
 def test_a_model_without_such_layers_is_refused(model: PreTrainedModel) -> None:
@@ -73,16 +76,20 @@ def test_a_model_without_such_layers_is_refused(model: PreTrainedModel) -> None:
 
 def test_every_trained_model_is_checkpointed_and_no_other() -> None:
     config = small_config("activation_checkpointing=true", "rollout_model.optimizer=null")
-    loaded = {
+    loaded_models = {
         role: load_trained(config, role, path, torch.device("cpu"), False)
         for role, path in config.model_paths().items()
     }
-    assert {role: can_share_prompts(one) for role, one in loaded.items()} == {"policy": False, "rollout_model": True}
+
+    shares_prompts = {role: can_share_prompts(loaded_model) for role, loaded_model in loaded_models.items()}
+    assert shares_prompts == {"policy": False, "rollout_model": True}  # a checkpointed model does not
+
     settings = ("objective.advantage=gae", "critic.optimizer.learning_rate=1e-4", "activation_checkpointing=true")
     critic = load_trained(small_config(*settings), "critic", config.policy.path, torch.device("cpu"), False)
-    for model in (loaded["policy"], critic):
+    for model in (loaded_models["policy"], critic):
         layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        assert layers and all(isinstance(layer.forward, partial) for layer in layers)
+        assert layers
+        assert all(isinstance(layer.forward, partial) for layer in layers)
 
 
 @pytest.mark.slow
@@ -92,7 +99,9 @@ def test_a_run_learns_the_same_with_checkpointed_activations(tmp_path) -> None:
     for name in ("false", "true"):
         settings = (f"activation_checkpointing={name}", "iterations=1", "policy.lora.rank=2", "batch.prompts=2", SHORT)
         run(small_config(*settings), tmp_path / name)
+
     for role in ("policy", "rollout_model"):
-        kept, computed_again = (weights(tmp_path / name, role) for name in ("false", "true"))
-        assert kept.keys() == computed_again.keys()
-        assert all(torch.allclose(kept[name], computed_again[name], atol=2e-5) for name in kept)
+        kept_weights = weights(tmp_path / "false", role)
+        recomputed_weights = weights(tmp_path / "true", role)
+        assert kept_weights.keys() == recomputed_weights.keys()
+        assert all(torch.allclose(kept_weights[name], recomputed_weights[name], atol=2e-5) for name in kept_weights)

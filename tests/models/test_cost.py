@@ -41,22 +41,28 @@ def test_a_forward_pass_does_what_is_counted(name: str) -> None:
     make, config = MODELS[name]
     config._attn_implementation = "eager"  # computes every pair, the masked ones too
     config._experts_implementation = "eager"  # in matrix products that torch counts
-    model, tokens = make(config).eval(), 13
+    model = make(config).eval()
+    tokens = 13
+
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(tokens)[None], use_cache=False)
-    cost, angles = forward_cost(model), 0
+
+    cost = forward_cost(model)
+    angles = 0
     for module, operations in counter.get_flop_counts().items():
         if module.endswith(".rotary_emb"):  # where each token is, which transformers 5.17 works out by a product
             angles += sum(operations.values())
+
     assert counter.get_total_flops() - angles == cost.per_token * tokens + cost.per_pair * tokens * tokens
 
 
 def test_a_sequence_costs_what_writing_it_token_by_token_costs() -> None:
     cost = ForwardCost(per_token=10, per_pair=3)
-    by_token = sum(10 + 3 * (position + 1) for position in range(7))
-    assert cost.sequence(7) == by_token
+    cost_by_token = sum(10 + 3 * (position + 1) for position in range(7))
+    assert cost.sequence(7) == cost_by_token
 
 
 def test_an_outline_costs_what_the_model_costs() -> None:
-    outline, model = load_meta_model("starter:policy"), load_model("starter:policy", torch.float32, torch.device("cpu"))
+    outline = load_meta_model("starter:policy")
+    model = load_model("starter:policy", torch.float32, torch.device("cpu"))
     assert forward_cost(outline) == forward_cost(model)

@@ -1,4 +1,4 @@
-"""Where models compute: on the GPU that torch finds, else on the CPU."""
+"""Where models compute on a machine without a GPU: on the CPU, told where a GPU may be meant, refused where it is."""
 
 import warnings
 
@@ -11,6 +11,7 @@ from jackpot.models.device import pick_device
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
+    """Let torch find no GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

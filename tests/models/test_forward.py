@@ -1,10 +1,12 @@
-"""Hidden states against each sequence on its own, and the head against the model's own logits."""
+"""Hidden states of padded batches with shared prompts equal those of each sequence read alone, and the head computes
+the model's own logits; models of which that does not hold are refused.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -55,6 +57,7 @@ MODELS = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Return each model of MODELS in turn."""
     torch.manual_seed(0)
     return MODELS[request.param]().eval()
 
@@ -62,18 +65,21 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.mark.parametrize("padding", [0, 5])
 def test_hidden_states_predict_each_token_whatever_the_padding(model, padding):
     batch = token_batch(padding)
+
     hidden = token_hidden(model, batch, batch.attention_mask.flatten().nonzero()[:, 0])
+
     assert hidden.shape == (batch.attention_mask.sum(), 32)
     assert torch.equal(response_hidden(model, batch), hidden[batch.response_mask[batch.attention_mask]])
+
     logits = head_logits(model, hidden).split([len(response) for _, response in RESPONSES])
     for row, (prompt, response) in enumerate(RESPONSES):
         ids = torch.tensor([[*PROMPTS[prompt], *response]])
-        alone = model(input_ids=ids).logits[0, len(PROMPTS[prompt]) - 1 : -1]
-        assert torch.allclose(logits[row], alone, atol=2e-5)
+        single_logits = model(input_ids=ids).logits[0, len(PROMPTS[prompt]) - 1 : -1]
+        assert torch.allclose(logits[row], single_logits, atol=2e-5)
 
 
 def repeat_prompts(batch: TokenBatch) -> TokenBatch:
-    """The same sequences, the prompt of each once more: nothing is there to share."""
+    """Return the same sequences, each with a prompt of its own: nothing is there to share."""
     index = batch.prompt_index
     return replace(
         batch,
@@ -86,48 +92,64 @@ def repeat_prompts(batch: TokenBatch) -> TokenBatch:
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_shared_prompt_gives_the_same_states_and_gradients(model, padding):
     assert can_share_prompts(model)
-    model, batch = model.double(), token_batch(padding)
-    grads, states = [], []
-    for one in (batch, repeat_prompts(batch)):
+    model = model.double()
+    shared_batch = token_batch(padding)
+    grads = []
+    states = []
+
+    for batch in (shared_batch, repeat_prompts(shared_batch)):
         model.zero_grad()
-        hidden = response_hidden(model, one)
+        hidden = response_hidden(model, batch)
         (hidden.sin() * torch.arange(hidden.shape[1])).sum().backward()
         states.append(hidden.detach())
-        grads.append(torch.cat([p.grad.flatten() for p in backbone(model).parameters()]))
-    assert torch.allclose(states[0], states[1], rtol=0, atol=1e-12)
-    assert (grads[0] - grads[1]).norm() < 1e-6 * grads[1].norm()  # norms and angles are float32 inside
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in backbone(model).parameters()]))
+
+    shared_states, repeated_states = states
+    shared_grad, repeated_grad = grads
+    assert torch.allclose(shared_states, repeated_states, rtol=0, atol=1e-12)
+    assert (shared_grad - repeated_grad).norm() < 1e-6 * repeated_grad.norm()  # norms and angles are float32 inside
 
 
 def test_a_shared_prompt_is_read_once(model):
-    read = []
-    backbone(model).get_input_embeddings().register_forward_hook(lambda _, ids, __: read.append(ids[0].numel()))
+    token_counts = []
+    backbone(model).get_input_embeddings().register_forward_hook(lambda _, ids, __: token_counts.append(ids[0].numel()))
     batch = token_batch()
+
     response_hidden(model, batch)
-    assert read == [batch.prompt_ids.numel(), batch.response_ids[:, :-1].numel()]
+
+    assert token_counts == [batch.prompt_ids.numel(), batch.response_ids[:, :-1].numel()]
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_without_padding_masks_change_nothing(model, shared):
-    index = torch.tensor([0, 0, 1] if shared else [0, 1])
-    prompts, responses = torch.arange(8).view(2, 4), torch.arange(8, 8 + 5 * len(index)).view(-1, 5)
-    masks = [torch.ones(of.shape, dtype=torch.bool) for of in (prompts, responses)]
-    masked = predicting_hidden(model, prompts, masks[0], index, responses, masks[1])
-    assert torch.allclose(predicting_hidden(model, prompts, None, index, responses, None), masked, atol=2e-5)
+@pytest.mark.parametrize("shares_prompt", [True, False])
+def test_without_padding_masks_change_nothing(model, shares_prompt):
+    index = torch.tensor([0, 0, 1] if shares_prompt else [0, 1])
+    prompts = torch.arange(8).view(2, 4)
+    responses = torch.arange(8, 8 + 5 * len(index)).view(-1, 5)
+    prompt_mask = torch.ones(prompts.shape, dtype=torch.bool)
+    response_mask = torch.ones(responses.shape, dtype=torch.bool)
+
+    masked_states = predicting_hidden(model, prompts, prompt_mask, index, responses, response_mask)
+    states = predicting_hidden(model, prompts, None, index, responses, None)  # without masks
+
+    assert torch.allclose(states, masked_states, atol=2e-5)
 
 
 def test_responses_of_one_token_are_predicted_by_prompts(model):
     batch = token_batch()
-    short = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
-    first = torch.arange(len(RESPONSES))
-    whole = token_hidden(model, batch, first * batch.response_ids.shape[1])
-    assert torch.allclose(token_hidden(model, short, first), whole, atol=2e-5)
-    none = replace(batch, response_ids=batch.response_ids[:, :0], attention_mask=batch.attention_mask[:, :0])
-    for empty in (none, repeat_prompts(none)):
-        assert token_hidden(model, empty, first[:0]).shape == (0, 32)
+    short_batch = replace(batch, response_ids=batch.response_ids[:, :1], attention_mask=batch.attention_mask[:, :1])
+    first_positions = torch.arange(len(RESPONSES))
+
+    states_in_long_batch = token_hidden(model, batch, first_positions * batch.response_ids.shape[1])
+
+    assert torch.allclose(token_hidden(model, short_batch, first_positions), states_in_long_batch, atol=2e-5)
+
+    empty_batch = replace(batch, response_ids=batch.response_ids[:, :0], attention_mask=batch.attention_mask[:, :0])
+    for batch_without_tokens in (empty_batch, repeat_prompts(empty_batch)):
+        assert token_hidden(model, batch_without_tokens, first_positions[:0]).shape == (0, 32)
 
 
 @pytest.mark.parametrize(
-    "why",
+    "settings",
     [
         {"layer_types": ["full_attention", "linear_attention"]},
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
@@ -139,10 +161,11 @@ def test_responses_of_one_token_are_predicted_by_prompts(model):
         },
     ],
 )
-def test_prompts_that_cannot_be_shared_are_read_each_time(why):
+def test_prompts_that_cannot_be_shared_are_read_each_time(settings):
     model = MODELS["Llama"]().eval()
-    for name, value in why.items():
+    for name, value in settings.items():
         setattr(model.config, name, value)
+
     assert not can_share_prompts(model)
 
 
@@ -156,11 +179,15 @@ def test_checkpointed_activations_leave_nothing_to_share():
 def test_hidden_states_carry_gradient(model):
     loss = response_hidden(model, token_batch()).sum()
     loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in backbone(model).parameters())
+
+    for parameter in backbone(model).parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
 
 
 def test_the_head_computes_what_the_model_does(model):
     check_head(model)
+
     ids = torch.tensor([[3, 4, 5]])
     hidden = backbone(model)(input_ids=ids).last_hidden_state
     assert torch.allclose(head_logits(model, hidden), model(input_ids=ids).logits, atol=1e-5)
@@ -193,6 +220,7 @@ def test_a_model_without_a_linear_head_or_a_base_is_refused():
     model = MODELS["Qwen3"]()
     with pytest.raises(ModelError, match="no causal language model"):
         backbone(model.model)
+
     model.lm_head = nn.Identity()
     with pytest.raises(ModelError, match="no linear output layer"):
         output_layer(model)
@@ -200,9 +228,9 @@ def test_a_model_without_a_linear_head_or_a_base_is_refused():
 
 @pytest.mark.parametrize("mask", [[[True, True], [True, False]], [[True, True], [False, False]]])
 def test_prompts_that_are_empty_or_padded_right_are_refused(mask):
-    ones = torch.ones(2, 2, dtype=torch.int64)
+    ids = torch.ones(2, 2, dtype=torch.int64)  # of the prompts and of the responses
     with pytest.raises(DataError, match=r"prompts \[1\]"):
-        predicting_hidden(MODELS["Qwen3"](), ones, torch.tensor(mask), torch.tensor([0, 1]), ones, ones.bool())
+        predicting_hidden(MODELS["Qwen3"](), ids, torch.tensor(mask), torch.tensor([0, 1]), ids, ids.bool())
 
 
 @pytest.mark.parametrize(
@@ -213,29 +241,44 @@ def test_prompts_that_are_empty_or_padded_right_are_refused(mask):
     ],
 )
 def test_tokens_are_padded_on_the_side_asked_for(side, ids, mask):
-    padded: tuple[Tensor, Tensor] = pad_tokens([[5], [1, 2, 3]], side, torch.device("cpu"))
-    assert padded[0].tolist() == ids
-    assert padded[1].int().tolist() == mask
+    padded_ids, padded_mask = pad_tokens([[5], [1, 2, 3]], side, torch.device("cpu"))
+
+    assert padded_ids.tolist() == ids
+    assert padded_mask.int().tolist() == mask
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_wide_head_of_an_engine_is_that_of_training(tied):
     """The engine holds bfloat16, training float32 under autocast; both have the same weights and hidden states."""
     torch.manual_seed(0)
-    trained = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).bfloat16()
-    engine = LlamaForCausalLM(trained.config).bfloat16()
-    engine.load_state_dict(trained.state_dict())
-    hidden, ids = torch.randn(64, 32).bfloat16(), torch.arange(64) % V
-    trained = trained.float()
+    training_model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).bfloat16()
+    engine_model = LlamaForCausalLM(training_model.config).bfloat16()
+    engine_model.load_state_dict(training_model.state_dict())
+    hidden = torch.randn(64, 32).bfloat16()
+    ids = torch.arange(64) % V
+    training_model = training_model.float()
     gaps = []
+
     for widen in (lambda model: None, widen_head):
-        for model in (trained, engine):
-            names, weight = [name for name, _ in model.named_parameters()], output_layer(model).weight
+        for model in (training_model, engine_model):
+            names = [name for name, _ in model.named_parameters()]
+            weight = output_layer(model).weight
+
             widen(model)
-            assert output_layer(model).weight is weight and [name for name, _ in model.named_parameters()] == names
+
+            assert output_layer(model).weight is weight
+            assert [name for name, _ in model.named_parameters()] == names
+
         with torch.autocast("cpu", torch.bfloat16):
-            learned = LinearHead(output_layer(trained))(hidden.float(), None, ids, temperature=1.0).log_probs
-        sampled = head_logits(engine, hidden).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-        exact = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, ids[:, None])[:, 0]
-        gaps.append([(found - exact).abs().max().item() for found in (learned, sampled)])
-    assert min(gaps[0]) > 1e-4 and max(gaps[1]) < 1e-6
+            trained_log_probs = LinearHead(output_layer(training_model))(
+                hidden.float(), None, ids, temperature=1.0
+            ).log_probs
+        engine_log_probs = head_logits(engine_model, hidden).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        exact_log_probs = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        training_gap = (trained_log_probs - exact_log_probs).abs().max().item()
+        engine_gap = (engine_log_probs - exact_log_probs).abs().max().item()
+        gaps.append([training_gap, engine_gap])
+
+    plain_gaps, wide_gaps = gaps
+    assert min(plain_gaps) > 1e-4  # bfloat16 rounds the logits
+    assert max(wide_gaps) < 1e-6

@@ -1,4 +1,6 @@
-"""Parts of a model in fewer passes against the modules that they replace: outputs, gradients, and what stays alone."""
+"""Fused parts of a model compute what the modules that they replace do, outputs and gradients, and keep less; a module
+that computes otherwise stays as it is.
+"""
 
 import copy
 from contextlib import nullcontext
@@ -30,7 +32,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_st
 MAMBA |= {"mamba_chunk_size": 8}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}
-MODELS: dict[str, tuple[str, dict, int]] = {  # the last: parts that are replaced
+MODELS: dict[str, tuple[str, dict, int]] = {  # kind, its settings, and how many parts are replaced: 2 layers, last norm
     "Qwen3": ("qwen3", {"head_dim": 16}, 2 * 6 + 1),
     "Llama": ("llama", {"attention_bias": True}, 2 * 4 + 1),
     "Mistral, sliding window": ("mistral", {"sliding_window": 4}, 2 * 4 + 1),
@@ -47,12 +49,11 @@ MODELS: dict[str, tuple[str, dict, int]] = {  # the last: parts that are replace
     "DeepSeek-V3": ("deepseek_v3", LATENT, 2 * 6 + 1),
     "GPT-2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, 0),
 }
-
-
 TOLERANCE = 2e-6  # float32 rounds by 6e-8, and its errors grow over two layers
 
 
 def model_of(kind: str, options: dict) -> PreTrainedModel:
+    """Return a small model of this kind whose norms have weights other than one."""
     torch.manual_seed(0)
     shape = {"vocab_size": 30} if kind == "gpt2" else SHAPE
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(shape | {"initializer_range": 0.2} | options)))
@@ -62,28 +63,33 @@ def model_of(kind: str, options: dict) -> PreTrainedModel:
     return model.eval()
 
 
-def batch() -> TokenBatch:
+def packed_batch() -> TokenBatch:
+    """Return the token batch of the helpers, packed in a row."""
     ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in RESPONSES]
     return replace(token_batch(), packed=pack_row(PROMPTS, [prompt for prompt, _ in RESPONSES], ids))
 
 
 def states_and_gradients(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, read: TokenBatch | None = None
+    model: PreTrainedModel, dtype: torch.dtype | None = None, batch: TokenBatch | None = None
 ) -> list[Tensor]:
+    """Return the states that predict a batch's tokens and the gradients of all weights, in float64."""
     model.zero_grad()
     with torch.autocast("cpu", dtype) if dtype else nullcontext():
-        states = response_hidden(model, read or batch()).float()
+        states = response_hidden(model, batch or packed_batch()).float()
     (states.sin() * torch.arange(1, states.numel() + 1).view_as(states)).sum().backward()
     gradients = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
     return [states.detach().double(), torch.cat(gradients).double()]
 
 
-def distances(one: list[Tensor], other: list[Tensor]) -> float:
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(one, other, strict=True))
+def largest_distance(tensors: list[Tensor], references: list[Tensor]) -> float:
+    """Return the largest relative distance of a tensor from its reference."""
+    pairs = zip(tensors, references, strict=True)
+    return max(float((tensor - reference).norm() / reference.norm()) for tensor, reference in pairs)
 
 
 @pytest.fixture(params=[2**18, 64], ids=["one run", "several"])
 def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the fused parts read all rows in one run, or several runs of a few rows."""
     monkeypatch.setattr(fused, "CHUNK", request.param)
     monkeypatch.setattr(fused, "PRODUCT_ROWS", request.param)
 
@@ -91,65 +97,83 @@ def runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_stay_as_they_were(name: str) -> None:
-    kind, options, parts = MODELS[name]
+    kind, options, expected_part_count = MODELS[name]
     model = model_of(kind, options)
-    names, before = list(model.state_dict()), states_and_gradients(model)
-    random = torch.random.get_rng_state()
-    assert fuse(model) == parts
-    assert distances(states_and_gradients(model), before) < TOLERANCE
-    assert fuse(model) == 0 and list(model.state_dict()) == names
-    assert torch.equal(torch.random.get_rng_state(), random)
+    names = list(model.state_dict())
+    original_results = states_and_gradients(model)
+    random_state = torch.random.get_rng_state()
+
+    part_count = fuse(model)
+
+    assert part_count == expected_part_count
+    assert largest_distance(states_and_gradients(model), original_results) < TOLERANCE
+    assert fuse(model) == 0  # nothing is replaced twice
+    assert list(model.state_dict()) == names
+    assert torch.equal(torch.random.get_rng_state(), random_state)
     with torch.no_grad():
-        assert torch.allclose(response_hidden(model, batch()).double(), before[0], atol=1e-5)
+        assert torch.allclose(response_hidden(model, packed_batch()).double(), original_results[0], atol=1e-5)
 
 
 def test_padded_rows_are_read_as_before() -> None:
     model = model_of(*MODELS["Qwen3"][:2])
-    before = states_and_gradients(model, read=token_batch(padding=2))
+    original_results = states_and_gradients(model, batch=token_batch(padding=2))
+
     fuse(model)
-    assert distances(states_and_gradients(model, read=token_batch(padding=2)), before) < TOLERANCE
+
+    assert largest_distance(states_and_gradients(model, batch=token_batch(padding=2)), original_results) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Llama"])
 def test_autocast_rounds_as_before(name: str) -> None:
     """The gradient of the last product is no longer rounded before it is summed, so it comes closer to float32."""
     model = model_of(*MODELS[name][:2])
-    exact, before = states_and_gradients(model), states_and_gradients(model, torch.bfloat16)
+    exact_results = states_and_gradients(model)
+    original_results = states_and_gradients(model, torch.bfloat16)
+
     fuse(model)
-    after = states_and_gradients(model, torch.bfloat16)
-    assert distances(after, before) < 0.3 * distances(before, exact)
-    assert distances(after, exact) < 1.1 * distances(before, exact)
+    fused_results = states_and_gradients(model, torch.bfloat16)
+
+    assert largest_distance(fused_results, original_results) < 0.3 * largest_distance(original_results, exact_results)
+    assert largest_distance(fused_results, exact_results) < 1.1 * largest_distance(original_results, exact_results)
 
 
 def test_checkpointed_layers_compute_so_again_in_backward() -> None:
     model = model_of(*MODELS["Qwen3"][:2])
-    before = states_and_gradients(model)
+    original_results = states_and_gradients(model)
     fuse(model)
-    plain = states_and_gradients(model)
+    fused_results = states_and_gradients(model)
+
     checkpoint_activations(model)
-    assert all(map(torch.equal, states_and_gradients(model), plain)) and distances(plain, before) < TOLERANCE
+
+    assert all(map(torch.equal, states_and_gradients(model), fused_results))
+    assert largest_distance(fused_results, original_results) < TOLERANCE
 
 
 def test_an_adapter_on_every_product_is_trained_as_before() -> None:
-    own, model = model_of(*MODELS["Qwen3"][:2]), model_of(*MODELS["Qwen3"][:2])
+    original = model_of(*MODELS["Qwen3"][:2])
+    model = model_of(*MODELS["Qwen3"][:2])
     fuse(model)
-    for one in (own, model):
-        add_adapter(one, LoraConfig(rank=2, alpha=4), 0)
-        for name, weight in one.named_parameters():
+    for adapted_model in (original, model):
+        add_adapter(adapted_model, LoraConfig(rank=2, alpha=4), 0)
+        for name, weight in adapted_model.named_parameters():
             if "lora_B" in name:
                 nn.init.constant_(weight, 0.1)
-    assert distances(states_and_gradients(model), states_and_gradients(own)) < TOLERANCE
+
+    assert largest_distance(states_and_gradients(model), states_and_gradients(original)) < TOLERANCE
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:
     model = model_of(*MODELS["Qwen3"][:2])
     fuse(model)
-    other, before = copy.deepcopy(model), states_and_gradients(model)
+    model_copy = copy.deepcopy(model)
+    original_results = states_and_gradients(model)
+
     with torch.no_grad():
-        for weight in other.parameters():
+        for weight in model_copy.parameters():
             weight.zero_()
-    assert distances(states_and_gradients(model), before) == 0.0
-    assert not response_hidden(other, batch()).any()
+
+    assert largest_distance(states_and_gradients(model), original_results) == 0.0
+    assert not response_hidden(model_copy, packed_batch()).any()
 
 
 class OtherEpsilon(nn.Module):
@@ -166,37 +190,43 @@ class OtherEpsilon(nn.Module):
 def test_a_module_that_computes_otherwise_stays_as_it_is() -> None:
     model = model_of(*MODELS["Llama"][:2])
     model.model.norm = OtherEpsilon()
-    assert fuse(model) == MODELS["Llama"][2] - 1 and "forward" not in vars(model.model.norm)
+    _, _, part_count = MODELS["Llama"]
+
+    assert fuse(model) == part_count - 1
+    assert "forward" not in vars(model.model.norm)
 
 
 def test_fewer_activations_wait_for_backward() -> None:
-    def kept(model: PreTrainedModel) -> int:
-        found: dict[int, int] = {}
+    def kept_bytes(model: PreTrainedModel) -> int:
+        sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            states = response_hidden(model, batch())
+            states = response_hidden(model, packed_batch())
         assert states.requires_grad
         weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-        return sum(size for place, size in found.items() if place not in weights)
+        return sum(size for address, size in sizes.items() if address not in weights)
 
     model = model_of("qwen3", {"hidden_size": 64, "head_dim": 16, "intermediate_size": 192})
-    before = kept(model)
+    original_bytes = kept_bytes(model)
+
     fuse(model)
-    assert kept(model) < 0.7 * before
+
+    assert kept_bytes(model) < 0.7 * original_bytes
 
 
 def test_a_second_derivative_is_refused() -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    (first,) = torch.autograd.grad(RMSNorm.apply(x, torch.ones(4), 1e-6).sin().sum(), x, create_graph=True)
+    (first_derivative,) = torch.autograd.grad(RMSNorm.apply(x, torch.ones(4), 1e-6).sin().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+        first_derivative.sum().backward()
 
 
 def test_models_in_training_are_fused() -> None:
     config = small_config()
     model = load_trained(config, "policy", config.model_paths()["policy"], torch.device("cpu"), False)
-    assert fuse(model) == 0 and "forward" in vars(model.model.norm)
+    assert fuse(model) == 0  # nothing is left to fuse
+    assert "forward" in vars(model.model.norm)

@@ -1,4 +1,6 @@
-"""Adapters: what they change, what others see of them, and what is written down."""
+"""LoRA adapters: a new one changes nothing, engines and saved folders have the merged weights, and an adapter is
+loaded beside the weights that it was trained on alone.
+"""
 
 import json
 import shutil
@@ -32,7 +34,7 @@ IDS = torch.arange(2, 14).view(2, 6)
 
 
 def qwen2() -> Qwen2ForCausalLM:
-    """With biases in the attention and a head of its own."""
+    """Return a model with biases in the attention and an output layer of its own."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=VOCAB_SIZE, num_key_value_heads=1, tie_word_embeddings=False, **sizes)
@@ -48,23 +50,23 @@ MODELS = {"tied": lambda: tiny_model(0).eval(), "biases": qwen2}
 
 @pytest.fixture(params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model to put an adapter on."""
+    """Return the folder of a model to put an adapter on, each of MODELS in turn."""
     MODELS[request.param]().save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
-def adapted(folder: Path, config: LoraConfig = SMALL, seed: int = 0, moved: bool = True) -> PreTrainedModel:
-    """The model in a folder with an adapter that has been trained, or a new one."""
+def adapted_model(folder: Path, config: LoraConfig = SMALL, seed: int = 0, is_new: bool = False) -> PreTrainedModel:
+    """Return the model in a folder with an adapter that is new, or else as if it had been trained."""
     model = load_model(folder, torch.float32)
     add_adapter(model, config, seed)
     draw = torch.Generator().manual_seed(1)
-    for parameter in trainable(model).values():
-        if moved:
+    for parameter in trained_weights(model).values():
+        if not is_new:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
     return model
 
 
-def trainable(model: PreTrainedModel) -> dict[str, Tensor]:
+def trained_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -73,50 +75,66 @@ def logits(model: torch.nn.Module) -> Tensor:
     return model(input_ids=IDS, use_cache=False).logits
 
 
-def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def equal(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Return whether both have the same names and bits."""
+    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 # A new adapter
 
 
 def test_a_new_adapter_changes_nothing_and_alone_is_trained(folder: Path) -> None:
-    plain, model = load_model(folder, torch.float32), adapted(folder, moved=False)
-    assert type(model) is type(plain) and torch.equal(logits(model), logits(plain))
-    assert equal(dict(merged_weights(model)), dict(plain.named_parameters()))
-    assert trainable(model) and all(".lora_" in name for name in trainable(model))
+    plain_model = load_model(folder, torch.float32)
+
+    model = adapted_model(folder, is_new=True)
+
+    assert type(model) is type(plain_model)
+    assert torch.equal(logits(model), logits(plain_model))
+    assert equal(dict(merged_weights(model)), dict(plain_model.named_parameters()))
+
+    assert trained_weights(model)
+    assert all(".lora_" in name for name in trained_weights(model))
 
 
 def test_the_seed_alone_decides_a_new_adapter(folder: Path) -> None:
     torch.manual_seed(0)
-    first = trainable(adapted(folder, seed=3, moved=False))
-    drawn = torch.rand(4)
-    second, other = (trainable(adapted(folder, seed=seed, moved=False)) for seed in (3, 4))
-    assert equal(first, second) and not equal(first, other)
+    weights_3 = trained_weights(adapted_model(folder, seed=3, is_new=True))
+    global_draws = torch.rand(4)
+
+    weights_3_again = trained_weights(adapted_model(folder, seed=3, is_new=True))  # with torch's generator elsewhere
+    weights_4 = trained_weights(adapted_model(folder, seed=4, is_new=True))
+
+    assert equal(weights_3, weights_3_again)
+    assert not equal(weights_3, weights_4)
+
     torch.manual_seed(0)
-    assert torch.equal(drawn, torch.rand(4))
+    assert torch.equal(global_draws, torch.rand(4))  # an adapter takes nothing of torch's generator
 
 
 @pytest.mark.parametrize("config", [SMALL, ATTENTION], ids=["all-linear", "attention"])
 def test_the_size_told_beforehand_is_that_of_the_adapter(folder: Path, config: LoraConfig) -> None:
-    told = adapter_size(load_model(folder, torch.float32), config)
-    assert told == sum(parameter.numel() for parameter in trainable(adapted(folder, config)).values())
+    told_size = adapter_size(load_model(folder, torch.float32), config)
+    weights = trained_weights(adapted_model(folder, config))
+    assert told_size == sum(weight.numel() for weight in weights.values())
 
 
-def test_all_linear_is_every_linear_layer_but_the_head(folder: Path) -> None:
+def test_all_linear_leaves_the_head_out_and_names_choose_layers(folder: Path) -> None:
     layers = {name.split(".")[-1] for name in target_layers(load_model(folder, torch.float32), ("all-linear",))}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    names = {name.split(".")[-4] for name in trainable(adapted(folder, ATTENTION))}
+
+    names = {name.split(".")[-4] for name in trained_weights(adapted_model(folder, ATTENTION))}
     assert names == {"q_proj", "v_proj"}
 
 
-@pytest.mark.parametrize("wrong", ["q_pro", "lm_head"])
-def test_an_unknown_target_module_is_refused_with_the_valid_ones(folder: Path, wrong: str) -> None:
+@pytest.mark.parametrize("unknown_name", ["q_pro", "lm_head"])
+def test_an_unknown_target_module_is_refused_with_the_valid_ones(folder: Path, unknown_name: str) -> None:
     with pytest.raises(ModelError) as error:
-        adapted(folder, LoraConfig(target_modules=("v_proj", wrong)))
-    text = str(error.value)
-    assert text.startswith("unknown target module of Qwen") and f" {wrong!r}" in text
-    assert text.endswith("Valid: all-linear, down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+        adapted_model(folder, LoraConfig(target_modules=("v_proj", unknown_name)))
+
+    message = str(error.value)
+    assert message.startswith("unknown target module of Qwen")
+    assert f" {unknown_name!r}" in message
+    assert message.endswith("Valid: all-linear, down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
@@ -138,40 +156,55 @@ def test_a_missing_peft_is_named_with_its_command(folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("config", [SMALL, ATTENTION], ids=["all-linear", "attention"])
 def test_merged_weights_are_w_plus_alpha_over_rank_times_b_a(folder: Path, config: LoraConfig) -> None:
-    model, plain = adapted(folder, config), dict(load_model(folder, torch.float32).named_parameters())
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    merged, adapter, changed = list(merged_weights(model)), trainable(model), set()
-    assert [name for name, _ in merged] == list(plain)
+    model = adapted_model(folder, config)
+    plain_weights = dict(load_model(folder, torch.float32).named_parameters())
+    adapter = trained_weights(model)
+    original_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    merged = list(merged_weights(model))
+
+    assert [name for name, _ in merged] == list(plain_weights)
+
+    changed_layers = set()
     for name, weight in merged:
-        place = name.removesuffix(".weight")
-        wanted = plain[name].double()
-        if f"{place}.lora_A.default.weight" in adapter:
-            a, b = (adapter[f"{place}.lora_{side}.default.weight"].double() for side in "AB")
-            wanted = wanted + config.alpha / config.rank * b @ a
-            changed.add(place)
-        assert weight.dtype == torch.float32 and not weight.requires_grad
-        torch.testing.assert_close(weight.double(), wanted, rtol=1e-6, atol=1e-6)
-    assert len(adapter) == 2 * len(changed) > 0
-    assert equal(before, model.state_dict())
+        layer = name.removesuffix(".weight")
+        expected = plain_weights[name].double()
+        if f"{layer}.lora_A.default.weight" in adapter:
+            a, b = (adapter[f"{layer}.lora_{side}.default.weight"].double() for side in "AB")
+            expected = expected + config.alpha / config.rank * b @ a
+            changed_layers.add(layer)
+
+        assert weight.dtype == torch.float32
+        assert not weight.requires_grad
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-6)
+
+    assert len(adapter) == 2 * len(changed_layers)  # A and B of each
+    assert changed_layers
+    assert equal(original_state, model.state_dict())
 
 
 def test_an_engine_gets_merged_weights_in_its_dtype(folder: Path) -> None:
-    """All others are the model's own, which the engine casts: a copy of them would take memory of its own."""
-    model = adapted(folder)
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-    merged, exact = dict(merged_weights(model, torch.bfloat16)), dict(merged_weights(model))
-    is_own = {name: weight.data_ptr() in own for name, weight in merged.items()}
-    assert len(set(is_own.values())) == 2
+    """Those of layers without an adapter are the model's own, which the engine casts: a copy would take memory."""
+    model = adapted_model(folder)
+    model_addresses = {parameter.data_ptr() for parameter in model.parameters()}
+    exact_weights = dict(merged_weights(model))
+
+    merged = dict(merged_weights(model, torch.bfloat16))
+
+    is_shared = {name: weight.data_ptr() in model_addresses for name, weight in merged.items()}
+    assert len(set(is_shared.values())) == 2  # some are, some are not
     for name, weight in merged.items():
-        assert weight.dtype == (torch.float32 if is_own[name] else torch.bfloat16)
-        assert torch.equal(weight.bfloat16(), exact[name].bfloat16())
+        assert weight.dtype == (torch.float32 if is_shared[name] else torch.bfloat16)
+        assert torch.equal(weight.bfloat16(), exact_weights[name].bfloat16())
 
 
 def test_the_merged_model_says_what_the_adapter_says(folder: Path) -> None:
-    model, merged = adapted(folder), load_model(folder, torch.float32)
-    start = logits(merged)
+    model = adapted_model(folder)
+    merged = load_model(folder, torch.float32)
+    plain_logits = logits(merged)
     merged.load_state_dict(dict(merged_weights(model)), strict=False)
-    assert (logits(model) - start).abs().max() > 0.1
+
+    assert (logits(model) - plain_logits).abs().max() > 0.1
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-5, atol=1e-5)
 
 
@@ -179,16 +212,21 @@ def test_the_merged_model_says_what_the_adapter_says(folder: Path) -> None:
 
 
 def test_a_saved_folder_is_a_plain_model_and_pefts_adapter(folder: Path, tmp_path: Path) -> None:
-    model = adapted(folder)
+    model = adapted_model(folder)
+
     model_writer(model, tmp_path / "saved", WHOLE)()
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    assert type(saved) is type(model)
-    assert equal(dict(saved.named_parameters()), dict(merged_weights(model)))
+
+    saved_model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert type(saved_model) is type(model)
+    assert equal(dict(saved_model.named_parameters()), dict(merged_weights(model)))
+
     names = {path.name for path in (tmp_path / "saved").glob("*.safetensors")}
     assert names == {"model.safetensors"}
+
     base = AutoModelForCausalLM.from_pretrained(folder)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter").eval()
-    assert torch.equal(logits(theirs), logits(model))
+    peft_model = peft.PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter").eval()
+
+    assert torch.equal(logits(peft_model), logits(model))
     assert json.loads((tmp_path / "saved" / "adapter" / "adapter_config.json").read_text())["r"] == SMALL.rank
 
 
@@ -200,36 +238,46 @@ def test_a_model_without_an_adapter_is_saved_as_ever(folder: Path, tmp_path: Pat
 
 
 def test_a_loaded_adapter_is_the_saved_one_bit_by_bit(folder: Path, tmp_path: Path) -> None:
-    model, again = adapted(folder), adapted(folder, seed=5, moved=False)
+    model = adapted_model(folder)
+    loaded_model = adapted_model(folder, seed=5, is_new=True)
     model_writer(model, tmp_path / "saved", WHOLE)()
-    load_adapter(again, tmp_path / "saved")
-    assert equal(trainable(again), trainable(model)) and equal(again.state_dict(), model.state_dict())
+
+    load_adapter(loaded_model, tmp_path / "saved")
+
+    assert equal(trained_weights(loaded_model), trained_weights(model))
+    assert equal(loaded_model.state_dict(), model.state_dict())
 
 
 def test_an_adapter_is_refused_beside_other_weights(folder: Path, tmp_path: Path) -> None:
-    model_writer(adapted(folder), tmp_path / "step-2" / "policy", WHOLE)()
-    other = load_model(folder, torch.float32)
-    other.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1e-3
-    add_adapter(other, SMALL, 0)
+    model_writer(adapted_model(folder), tmp_path / "step-2" / "policy", WHOLE)()
+    other_model = load_model(folder, torch.float32)
+    other_model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1e-3
+    add_adapter(other_model, SMALL, 0)
+
     with pytest.raises(CheckpointError, match=r"trained on other weights than those now in .*base"):
-        load_adapter(other, tmp_path / "step-2" / "policy")
+        load_adapter(other_model, tmp_path / "step-2" / "policy")
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short", "a tensor less", "another shape"])
 def test_a_damaged_adapter_is_refused_and_named(folder: Path, tmp_path: Path, damage: str) -> None:
-    model, place = adapted(folder), tmp_path / "step-2" / "policy"
-    model_writer(model, place, WHOLE)()
-    path = place / "adapter" / "adapter_model.safetensors"
+    model = adapted_model(folder)
+    saved_folder = tmp_path / "step-2" / "policy"
+    model_writer(model, saved_folder, WHOLE)()
+    path = saved_folder / "adapter" / "adapter_model.safetensors"
     tensors = load_file(path)
-    first = next(iter(tensors))
+    first_name = next(iter(tensors))
+
     if damage == "missing":
-        shutil.rmtree(place / "adapter")
+        shutil.rmtree(saved_folder / "adapter")
     elif damage == "cut short":
         path.write_bytes(path.read_bytes()[:200])
     else:
-        changed = {} if damage == "a tensor less" else {first: tensors[first][:1]}
-        save_file({name: tensor for name, tensor in tensors.items() if name != first} | changed, path)
-    before = {name: tensor.clone() for name, tensor in trainable(model).items()}
+        replacement = {} if damage == "a tensor less" else {first_name: tensors[first_name][:1]}
+        save_file({name: tensor for name, tensor in tensors.items() if name != first_name} | replacement, path)
+
+    original_weights = {name: tensor.clone() for name, tensor in trained_weights(model).items()}
+
     with pytest.raises(CheckpointError, match=r"cannot read the adapter .*step-2/policy.*continue from the checkpoint"):
-        load_adapter(model, place)
-    assert equal(before, trainable(model))
+        load_adapter(model, saved_folder)
+
+    assert equal(original_weights, trained_weights(model))

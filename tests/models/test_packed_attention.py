@@ -1,4 +1,6 @@
-"""Rows without padding against rectangles: states and gradients of many architectures, and what cannot be packed."""
+"""A batch packed in one row without padding gives the states and gradients of the padded rectangle, in many
+architectures and kernels; models that cannot read such rows read the rectangle.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +67,7 @@ MODELS: dict[str, tuple[str, dict]] = {
 
 
 def model_of(kind: str, options: dict, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
+    """Return a small model of this kind with these settings."""
     torch.manual_seed(0)
     shape = {} if kind == "gpt2" else SHAPE
     return auto.from_config(
@@ -72,35 +75,42 @@ def model_of(kind: str, options: dict, auto: type = AutoModelForCausalLM) -> Pre
     ).eval()
 
 
-def packed(batch: TokenBatch, prompts: list = PROMPTS, responses: list = RESPONSES) -> TokenBatch:
+def packed_batch(batch: TokenBatch, prompts: list = PROMPTS, responses: list = RESPONSES) -> TokenBatch:
+    """Return the batch with prompts and responses packed in a row as well."""
     ids = [torch.tensor(tokens, dtype=torch.int64) for _, tokens in responses]
     return replace(batch, packed=pack_row(prompts, [prompt for prompt, _ in responses], ids))
 
 
-def gradient(model: PreTrainedModel, batch: TokenBatch, read: Callable[..., Tensor] = response_hidden) -> Tensor:
+def gradient_of(model: PreTrainedModel, batch: TokenBatch, read: Callable[..., Tensor] = response_hidden) -> Tensor:
+    """Return the gradient of all weights, of a sum that weighs every state differently."""
     model.zero_grad()
     states = read(model, batch).float()
     (states.sin() * torch.arange(1, states.numel() + 1).view_as(states)).sum().backward()
     return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]).double()
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
+def relative_distance(tensor: Tensor, reference: Tensor) -> float:
+    return float((tensor - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_packed_row_gives_what_the_rectangle_gives(name: str) -> None:
-    model, batch = model_of(*MODELS[name]), token_batch()
-    own = model.config._attn_implementation
+    model = model_of(*MODELS[name])
+    batch = token_batch()
     assert can_pack(model)
-    exist = batch.attention_mask.flatten().nonzero()[:, 0]  # a tool's tokens too
-    expected = token_hidden(model, batch, exist)
-    assert torch.allclose(token_hidden(model, packed(batch), exist), expected, atol=1e-5)
-    assert distance(gradient(model, packed(batch)), gradient(model, batch)) < 1e-6
-    assert model.config._attn_implementation == own and "jackpot" not in model.config.to_json_string()
+    attention_name = model.config._attn_implementation
+    token_positions = batch.attention_mask.flatten().nonzero()[:, 0]  # a tool's tokens too
+
+    expected_states = token_hidden(model, batch, token_positions)
+
+    assert torch.allclose(token_hidden(model, packed_batch(batch), token_positions), expected_states, atol=1e-5)
+    assert relative_distance(gradient_of(model, packed_batch(batch)), gradient_of(model, batch)) < 1e-6
+
+    assert model.config._attn_implementation == attention_name
+    assert "jackpot" not in model.config.to_json_string()
 
 
-CASES = {
+CASES = {  # prompts, and responses with the index of their prompt
     "one prompt": ([[3, 4, 5]], [(0, [5, 6, 7]), (0, [8])]),
     "one response": ([[3, 4, 5]], [(0, [5, 6, 7])]),
     "one token each": ([[3], [4]], [(0, [5]), (1, [6]), (0, [7])]),
@@ -112,101 +122,135 @@ CASES = {
 def test_any_batch_can_be_packed(case: str) -> None:
     prompts, responses = CASES[case]
     model = model_of(*MODELS["Qwen3"])
-    row = packed(token_batch(), prompts, responses).packed
-    index = torch.tensor([number for number, (_, ids) in enumerate(responses) for _ in ids])
+    row = packed_batch(token_batch(), prompts, responses).packed
+    index = torch.tensor([position for position, (_, ids) in enumerate(responses) for _ in ids])
     columns = torch.tensor([column for _, ids in responses for column in range(len(ids))])
     batch = replace(token_batch(), packed=row)
+
     states = token_hidden(model, batch, index * row.predicting.shape[1] + columns)
-    alone = [
-        backbone(model)(input_ids=torch.tensor([[*prompts[prompt], *ids]])).last_hidden_state[
-            0, len(prompts[prompt]) - 1 : -1
-        ]
-        for prompt, ids in responses
-    ]
-    assert torch.allclose(states, torch.cat(alone), atol=1e-5)
+
+    single_states = []
+    for prompt, ids in responses:
+        states_alone = backbone(model)(input_ids=torch.tensor([[*prompts[prompt], *ids]])).last_hidden_state
+        single_states.append(states_alone[0, len(prompts[prompt]) - 1 : -1])
+    assert torch.allclose(states, torch.cat(single_states), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Mistral, sliding window", "GPT-2, absolute positions"])
 def test_checkpointed_layers_read_the_row_again_in_backward(name: str) -> None:
     """They do after other passes of the model, which have its own attention."""
-    model, batch = model_of(*MODELS[name]), packed(token_batch())
-    plain = gradient(model, batch)
+    model, batch = model_of(*MODELS[name]), packed_batch(token_batch())
+    original_gradient = gradient_of(model, batch)
     checkpoint_activations(model)
-    assert torch.equal(gradient(model, batch), plain)
+
+    assert torch.equal(gradient_of(model, batch), original_gradient)
+
     loss = response_hidden(model, batch).sum()
     weights = [model.get_input_embeddings().weight]
-    once, again = (torch.autograd.grad(loss, weights, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(once, again)
-    assert distance(gradient(model, token_batch()), plain) < 1e-6
+    (first_gradient,) = torch.autograd.grad(loss, weights, retain_graph=True)
+    (second_gradient,) = torch.autograd.grad(loss, weights, retain_graph=True)
+
+    assert torch.equal(first_gradient, second_gradient)
+    assert relative_distance(gradient_of(model, token_batch()), original_gradient) < 1e-6
 
 
 def test_an_adapter_is_trained_as_in_the_rectangle() -> None:
-    model, batch = model_of(*MODELS["Qwen3"]), token_batch()
+    model = model_of(*MODELS["Qwen3"])
+    batch = token_batch()
     add_adapter(model, LoraConfig(rank=2, alpha=4), 0)
     for _, weight in model.named_parameters():
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.1)
-    assert can_pack(model) and distance(gradient(model, packed(batch)), gradient(model, batch)) < 1e-6
+
+    assert can_pack(model)
+    assert relative_distance(gradient_of(model, packed_batch(batch)), gradient_of(model, batch)) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_a_critic_reads_rows_without_padding(kind: str) -> None:
-    options = next(options for one, options in MODELS.values() if one == kind)
+    options = next(options for model_kind, options in MODELS.values() if model_kind == kind)
     critic = model_of(kind, options | {"num_labels": 1}, AutoModelForTokenClassification)
     batch = token_batch()
-    assert torch.allclose(response_values(critic, packed(batch)), response_values(critic, batch), atol=1e-5)
-    assert distance(gradient(critic, packed(batch), response_values), gradient(critic, batch, response_values)) < 1e-6
+
+    assert torch.allclose(response_values(critic, packed_batch(batch)), response_values(critic, batch), atol=1e-5)
+
+    packed_gradient = gradient_of(critic, packed_batch(batch), response_values)
+    assert relative_distance(packed_gradient, gradient_of(critic, batch, response_values)) < 1e-6
 
 
 def test_autocast_differs_by_its_rounding() -> None:
-    model, batch = model_of(*MODELS["Qwen3"]), token_batch()
+    model = model_of(*MODELS["Qwen3"])
+    batch = token_batch()
+    exact_gradient = gradient_of(model, batch)
+
     with torch.autocast("cpu", torch.bfloat16):
-        rounded, other = gradient(model, packed(batch)), gradient(model, batch)
-    exact = gradient(model, batch)
-    assert distance(rounded, exact) < 1.5 * distance(other, exact) < 0.05
+        packed_gradient = gradient_of(model, packed_batch(batch))
+        rectangle_gradient = gradient_of(model, batch)
+
+    rounding_error = relative_distance(rectangle_gradient, exact_gradient)
+    assert relative_distance(packed_gradient, exact_gradient) < 1.5 * rounding_error
+    assert 1.5 * rounding_error < 0.05
 
 
 def test_the_backbone_runs_once_over_the_tokens_that_exist() -> None:
-    model, read = model_of(*MODELS["Llama"]), []
-    backbone(model).get_input_embeddings().register_forward_hook(lambda _, ids, __: read.append(ids[0].numel()))
-    response_hidden(model, packed(token_batch()))
-    assert read == [sum(map(len, PROMPTS)) + sum(len(ids) - 1 for _, ids in RESPONSES)]
+    token_counts = []
+    model = model_of(*MODELS["Llama"])
+    embeddings = backbone(model).get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, ids, __: token_counts.append(ids[0].numel()))
+
+    response_hidden(model, packed_batch(token_batch()))
+
+    response_tokens = sum(len(ids) - 1 for _, ids in RESPONSES)  # nothing reads a response's last token
+    assert token_counts == [sum(map(len, PROMPTS)) + response_tokens]
 
 
 def by_loop(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, most: int, most_keys: int, **options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    **options,
 ) -> Tensor:
-    """What torch's kernel of several lengths computes: causal, the last query aligned with the last key."""
-    outputs, (before, _) = [], options["window_size"]
+    """Compute what torch's kernel of several lengths does: causal, the last query aligned with the last key."""
+    outputs = []
+    window, _ = options["window_size"]
     sizes = zip(ends.diff().tolist(), key_ends.diff().tolist(), strict=True)
-    assert ends.dtype == key_ends.dtype == torch.int32 and (most, most_keys) == (
-        ends.diff().max(),
-        key_ends.diff().max(),
-    )
-    for (queries, keys), start, first in zip(sizes, ends.tolist(), key_ends.tolist(), strict=False):
-        places, columns = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
-        mask = (columns <= places) & ((columns >= places - before) | (before < 0))
-        q, k, v = query[start : start + queries], key[first : first + keys], value[first : first + keys]
-        parts = [states.transpose(0, 1) for states in (q, k, v)]
+    assert ends.dtype == torch.int32
+    assert key_ends.dtype == torch.int32
+    assert most_queries == ends.diff().max()
+    assert most_keys == key_ends.diff().max()
+    for (queries, keys), start, key_start in zip(sizes, ends.tolist(), key_ends.tolist(), strict=False):
+        query_positions = torch.arange(keys - queries, keys)[:, None]
+        key_positions = torch.arange(keys)
+        mask = (key_positions <= query_positions) & ((key_positions >= query_positions - window) | (window < 0))
+        q = query[start : start + queries]
+        k = key[key_start : key_start + keys]
+        v = value[key_start : key_start + keys]
+        head_states = [states.transpose(0, 1) for states in (q, k, v)]
         options = {"scale": options["scale"], "enable_gqa": True}
-        outputs.append(torch.nn.functional.scaled_dot_product_attention(*parts, mask, **options).transpose(0, 1))
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(*head_states, mask, **options).transpose(0, 1))
     return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen2, full then sliding", "Mistral, sliding window"])
 def test_sequences_of_their_own_lengths_give_what_blocks_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself needs a GPU; here a loop over the sequences takes its place."""
-    model, batch = model_of(*MODELS[name]), packed(token_batch())
-    blocks = gradient(model, batch)
+    model, batch = model_of(*MODELS[name]), packed_batch(token_batch())
+    block_gradient = gradient_of(model, batch)
+
     monkeypatch.setattr(packed_attention, "_varlen_kernel", lambda: by_loop)
     monkeypatch.setattr(packed_attention, "_suits_flash", lambda *_: True)
-    assert distance(gradient(model, batch), blocks) < 1e-6
+
+    assert relative_distance(gradient_of(model, batch), block_gradient) < 1e-6
 
 
 @contextmanager
 def gpu_without_values() -> Iterator[None]:
     """Let tensors made in the block be a GPU's, with shapes and dtypes and no values, under autocast to bf16."""
-    before = torch.get_autocast_dtype("cuda")
+    default_dtype = torch.get_autocast_dtype("cuda")
     with FakeTensorMode(), torch.no_grad():
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -214,51 +258,49 @@ def gpu_without_values() -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_enabled("cuda", False)
-            torch.set_autocast_dtype("cuda", before)
+            torch.set_autocast_dtype("cuda", default_dtype)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "flex"])
 def test_under_autocast_a_gpu_takes_its_kernels(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm of queries and keys leaves them in fp32 there, beside values in bf16."""
-    read: list[object] = []
+    calls: list[object] = []
 
-    def run(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
-        read.extend([kernel, query.dtype, key.dtype, value.dtype])
+    def record_call(query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+        calls.extend([kernel, query.dtype, key.dtype, value.dtype])
         return query
 
-    def run_flash(_: object, __: object, query: Tensor, key: Tensor, value: Tensor, *___: object) -> dict:
-        return {None: run(query, key, value)}  # a tensor without values has no [None]
+    def record_flash_call(_: object, __: object, query: Tensor, key: Tensor, value: Tensor, *___: object) -> dict:
+        return {None: record_call(query, key, value)}  # a tensor without values has no [None]
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(packed_attention, "_varlen_kernel", lambda: kernel == "flash")
-    monkeypatch.setattr(packed_attention, "_by_sequence", run_flash)
-    monkeypatch.setattr(packed_attention, "flex_kernel", lambda *_: run)
-    row = packed(token_batch()).packed
+    monkeypatch.setattr(packed_attention, "_by_sequence", record_flash_call)
+    monkeypatch.setattr(packed_attention, "flex_kernel", lambda *_: record_call)
+
+    row = packed_batch(token_batch()).packed
     plan = packed_attention.AttentionPlan(row, model_of(*MODELS["Qwen3"]).config)
     monkeypatch.setattr(plan, "block_mask", lambda _: None)
+
     with gpu_without_values():
-        kinds = ((4, torch.float32), (2, torch.float32), (2, torch.bfloat16))
-        states = [torch.empty(1, heads, len(row.positions), 16, dtype=dtype, device="cuda") for heads, dtype in kinds]
+        shapes = ((4, torch.float32), (2, torch.float32), (2, torch.bfloat16))
+        states = [torch.empty(1, heads, len(row.positions), 16, dtype=dtype, device="cuda") for heads, dtype in shapes]
         packed_attention.packed_attention(SimpleNamespace(layer_idx=0), *states, None, packed=plan)
-    assert read == [kernel, *[torch.bfloat16] * 3]
+    assert calls == [kernel, *[torch.bfloat16] * 3]
 
 
 def by_pairs(
     query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, scale: float, enable_gqa: bool
 ) -> Tensor:
-    """What flex attention computes: it looks at the blocks that are listed, and asks for pairs in the partial ones."""
+    """Compute what flex attention does: it looks at the blocks that are listed, and asks for pairs in partial ones."""
     size = query.shape[2]
     columns = torch.arange(size)
     pairs = block_mask.mask_mod(None, None, columns[:, None], columns)
-    partial, every = (
-        spread_blocks(*listed, size)
-        for listed in (
-            (block_mask.kv_num_blocks, block_mask.kv_indices),
-            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-        )
-    )
-    assert not (every & ~pairs).any() and not (every & partial).any()
-    mask = every | (partial & pairs)
+    partial_blocks = spread_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, size)
+    full_blocks = spread_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
+    assert not (full_blocks & ~pairs).any()
+    assert not (full_blocks & partial_blocks).any()
+    mask = full_blocks | (partial_blocks & pairs)
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -270,31 +312,39 @@ def spread_blocks(counts: Tensor, columns: Tensor, size: int) -> Tensor:
     return blocks.repeat_interleave(packed_flex.BLOCK, 0).repeat_interleave(packed_flex.BLOCK, 1)[:size, :size]
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 8, 128])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 128])
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen2, full then sliding", "Mistral, sliding window"])
-def test_blocks_that_flex_attention_skips_hold_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_flex_attention_skips_hold_nothing(
+    name: str, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Backward of the kernel itself needs a GPU; here one over all pairs takes its place."""
-    model, batch = model_of(*MODELS[name]), packed(token_batch())
-    blocks = gradient(model, batch)
-    monkeypatch.setattr(packed_flex, "BLOCK", block)
+    model, batch = model_of(*MODELS[name]), packed_batch(token_batch())
+    block_gradient = gradient_of(model, batch)
+
+    monkeypatch.setattr(packed_flex, "BLOCK", block_size)
     monkeypatch.setattr(packed_attention, "_flex_kernel", lambda *_: by_pairs)
-    assert distance(gradient(model, batch), blocks) < 1e-6
+
+    assert relative_distance(gradient_of(model, batch), block_gradient) < 1e-6
 
 
 @pytest.mark.seconds
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gives_what_blocks_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = model_of(*MODELS["Qwen2, full then sliding"]), packed(token_batch())
+    model = model_of(*MODELS["Qwen2, full then sliding"])
+    batch = packed_batch(token_batch())
+
     with torch.no_grad():
-        blocks = response_hidden(model, batch)
+        block_states = response_hidden(model, batch)
         monkeypatch.setattr(packed_attention, "_flex_kernel", lambda *_: flex_attention)
-        assert torch.allclose(response_hidden(model, batch), blocks, atol=1e-5)
+        assert torch.allclose(response_hidden(model, batch), block_states, atol=1e-5)
 
 
 def test_whole_blocks_are_listed_and_those_of_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_flex, "BLOCK", 4)
     row = pack_row([[3] * 8, [4] * 4], [0, 0, 1], [torch.arange(9), torch.arange(5), torch.arange(5)])
-    mask = packed_flex.block_mask(row, None)  # places 0 to 7, 8 to 15 and 16 to 19 behind them; 20 to 27
+    # places 0 to 7 are the first prompt, 8 to 15 and 16 to 19 its responses; 20 to 27 the second prompt and its own
+    mask = packed_flex.block_mask(row, None)
+
     assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 2, 0, 1]
     assert mask.kv_num_blocks[0, 0].tolist() == [1] * 7
     assert packed_flex.block_mask(row, 8).full_kv_num_blocks[0, 0].tolist() == [0, 1, 1, 1, 1, 0, 1]
@@ -307,7 +357,7 @@ def test_blocks_serve_where_flex_attention_cannot_be_compiled(monkeypatch: pytes
         assert packed_flex.flex_kernel(torch.float32, 16, 16, 2) is None
 
 
-REFUSED: dict[str, tuple[str, dict]] = {
+UNPACKABLE_MODELS: dict[str, tuple[str, dict]] = {
     "a soft cap": ("gemma2", {"head_dim": 16}),
     "sinks": ("gpt_oss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "angles that depend on the length": (
@@ -320,20 +370,25 @@ REFUSED: dict[str, tuple[str, dict]] = {
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
-def test_other_models_read_the_rectangle(why: str) -> None:
-    model, batch = model_of(*REFUSED[why]), token_batch()
+@pytest.mark.parametrize("feature", UNPACKABLE_MODELS)
+def test_other_models_read_the_rectangle(feature: str) -> None:
+    model = model_of(*UNPACKABLE_MODELS[feature])
+    batch = token_batch()
+
     assert not can_pack(model)
-    assert torch.equal(response_hidden(model, packed(batch)), response_hidden(model, batch))
+    assert torch.equal(response_hidden(model, packed_batch(batch)), response_hidden(model, batch))
 
 
 def test_what_is_not_computed_is_an_error() -> None:
-    model = model_of(*REFUSED["a soft cap"])
+    model = model_of(*UNPACKABLE_MODELS["a soft cap"])
     model.config.attn_logit_softcapping = None  # its layers have it still
+
     with pytest.raises(ModelError, match="Gemma2Attention takes softcap, so it cannot read rows without padding"):
-        response_hidden(model, packed(token_batch()))
+        response_hidden(model, packed_batch(token_batch()))
     assert model.config._attn_implementation != packed_attention.PACKED
-    other = model_of(*MODELS["Qwen3"])
-    other.model.layers[0].self_attn.is_causal = False
+
+    other_model = model_of(*MODELS["Qwen3"])
+    other_model.model.layers[0].self_attn.is_causal = False
+
     with pytest.raises(ModelError, match="is not causal"):
-        response_hidden(other, packed(token_batch()))
+        response_hidden(other_model, packed_batch(token_batch()))

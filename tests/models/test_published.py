@@ -1,4 +1,7 @@
-"""Shapes of published models. Expectations: the sizes that the hub's pages name, and the papers' own tables."""
+"""The shapes of published models, known without the hub: the sizes that its pages name, and the papers' own tables.
+
+A folder or a hub that is there comes before the table, and the table stands for no weights.
+"""
 
 import http.server
 import threading
@@ -47,16 +50,20 @@ ATTENTION = {  # Qwen2.5's report, Table 1, and Qwen3's, Table 1: layers, query 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let no test reach the hub or find files of it."""
     without_hub(monkeypatch, tmp_path)
 
 
 def test_the_table_has_every_model_of_every_recipe_and_no_other() -> None:
-    named = set()
+    paths = set()
     for recipe in recipe_names():
         for arm in load_recipe(recipe)["arms"]:
             config = resolve(recipe, arm, [])
-            named |= {config.policy.path, *([config.rollout_model.path] if config.rollout_model else [])}
-    assert {name for name in named if not name.startswith("starter:")} == PUBLISHED.keys() == PARAMETERS.keys()
+            paths |= {config.policy.path, *([config.rollout_model.path] if config.rollout_model else [])}
+
+    published_paths = {path for path in paths if not path.startswith("starter:")}
+    assert published_paths == PUBLISHED.keys()
+    assert published_paths == PARAMETERS.keys()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -70,18 +77,21 @@ def test_the_table_has_the_published_parameter_counts(name: str) -> None:
 def test_layers_and_heads_are_those_of_the_reports(name: str) -> None:
     config = load_config(name)
     layers, queries, keys, tied = ATTENTION[name]
+
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (layers, queries, keys)
-    assert config.tie_word_embeddings == tied and is_from_table(config)
+    assert config.tie_word_embeddings == tied
+    assert is_from_table(config)
 
 
 def test_keys_and_values_of_a_token_are_counted_over_all_layers() -> None:
+    # keys and values, times layers, key heads and the width of a head
     assert cached_numbers(load_meta_model("Qwen/Qwen3-8B-Base")) == 2 * 36 * 8 * 128
     assert cached_numbers(load_meta_model("Qwen/Qwen2.5-0.5B-Instruct")) == 2 * 24 * 2 * (896 // 14)
 
 
 def test_the_tokens_that_end_a_text_are_the_familys() -> None:
-    ends = {name: eos_token_ids(load_meta_model(name)) for name in ("Qwen/Qwen3-4B-Base", "Qwen/Qwen2.5-1.5B-Instruct")}
-    assert ends == {"Qwen/Qwen3-4B-Base": (151_643,), "Qwen/Qwen2.5-1.5B-Instruct": (151_645,)}
+    assert eos_token_ids(load_meta_model("Qwen/Qwen3-4B-Base")) == (151_643,)
+    assert eos_token_ids(load_meta_model("Qwen/Qwen2.5-1.5B-Instruct")) == (151_645,)
 
 
 def test_the_table_stands_for_no_weights_and_no_other_name() -> None:
@@ -96,19 +106,25 @@ def test_the_table_stands_for_no_weights_and_no_other_name() -> None:
 
 def test_a_folder_is_read_and_not_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    small = load_config("Qwen/Qwen3-8B-Base")
-    small.num_hidden_layers, small.layer_types = 2, ["full_attention"] * 2
-    small.save_pretrained("Qwen/Qwen3-8B-Base")
+    small_config = load_config("Qwen/Qwen3-8B-Base")
+    small_config.num_hidden_layers = 2
+    small_config.layer_types = ["full_attention"] * 2
+    small_config.save_pretrained("Qwen/Qwen3-8B-Base")
+
     config = load_config("Qwen/Qwen3-8B-Base")
-    assert config.num_hidden_layers == 2 and not is_from_table(config)
-    layers = [module for module in load_meta_model("Qwen/Qwen3-8B-Base").modules() if isinstance(module, nn.ModuleList)]
-    assert len(layers[0]) == 2
+
+    assert config.num_hidden_layers == 2
+    assert not is_from_table(config)
+
+    modules = load_meta_model("Qwen/Qwen3-8B-Base").modules()
+    layers = next(module for module in modules if isinstance(module, nn.ModuleList))
+    assert len(layers) == 2
 
 
 def test_the_hub_is_there_if_anything_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
-    class Answers(http.server.BaseHTTPRequestHandler):
+    class NotFoundHandler(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_response(404)
             self.end_headers()
@@ -116,7 +132,7 @@ def test_the_hub_is_there_if_anything_answers(monkeypatch: pytest.MonkeyPatch) -
         def log_message(self, *_: object) -> None:
             pass
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+    with http.server.HTTPServer(("127.0.0.1", 0), NotFoundHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         assert hub_answers.__wrapped__()

@@ -1,4 +1,6 @@
-"""Truncation against a plain loop in float64, and draws against exact fractions."""
+"""Tokens are truncated as a plain loop in float64 truncates, drawn as exact fractions say, and have the same log-prob
+drawn, scored and trained.
+"""
 
 import math
 from fractions import Fraction
@@ -10,23 +12,24 @@ from jackpot.models.sampling import Draw, draw_tokens, log_probs_at, sample_toke
 from jackpot.objectives.kernels.linear_head import linear_head
 from jackpot.objectives.kernels.tiles import Head
 
-LARGEST = 1 - 2**-53  # below 1
+LARGEST = 1 - 2**-53  # the largest uniform, just below 1
 
 
-def truncated(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Probabilities after temperature, top-k, top-p, one token at a time."""
+def truncated_probs(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Return probabilities after temperature, top-k and top-p, computed one token at a time."""
     weights = [math.exp((logit - max(logits)) / temperature) for logit in logits]
     if top_k:
         smallest = sorted(weights)[-min(top_k, len(weights))]
         weights = [weight if weight >= smallest else 0.0 for weight in weights]
     total = sum(weights)
     weights = [weight / total for weight in weights]
-    kept, before = set(), 0.0
+    kept_tokens = set()
+    mass_before = 0.0
     for token in sorted(range(len(weights)), key=lambda token: -weights[token]):
-        if top_p == 1.0 or before < top_p:
-            kept.add(token)
-        before += weights[token]
-    weights = [weight if token in kept else 0.0 for token, weight in enumerate(weights)]
+        if top_p == 1.0 or mass_before < top_p:
+            kept_tokens.add(token)
+        mass_before += weights[token]
+    weights = [weight if token in kept_tokens else 0.0 for token, weight in enumerate(weights)]
     total = sum(weights)
     return [weight / total for weight in weights]
 
@@ -36,26 +39,34 @@ def truncated(logits: list[float], temperature: float, top_k: int, top_p: float)
 @pytest.mark.parametrize("top_p", [0.05, 0.6, 0.99, 1.0])
 def test_truncation_equals_a_plain_loop(temperature, top_k, top_p):
     logits = 2.0 * torch.randn(6, 17, generator=torch.Generator().manual_seed(1))
+
     probs = sampling_log_probs(logits, temperature, top_k, top_p).exp()
-    expected = torch.tensor([truncated(row, temperature, top_k, top_p) for row in logits.tolist()])
-    assert torch.allclose(probs, expected, atol=2e-6)
-    assert torch.equal(probs > 0, expected > 0)
+    expected_probs = torch.tensor([truncated_probs(row, temperature, top_k, top_p) for row in logits.tolist()])
+
+    assert torch.allclose(probs, expected_probs, atol=2e-6)
+    assert torch.equal(probs > 0, expected_probs > 0)
 
 
 def test_the_token_that_crosses_top_p_is_kept():
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
-    assert sampling_log_probs(logits, 1.0, 0, 0.49).exp().tolist() == [pytest.approx([0, 1, 0])]
-    assert sampling_log_probs(logits, 1.0, 0, 0.51).exp().tolist() == [pytest.approx([0, 0.625, 0.375])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=0, top_p=0.49).exp().tolist() == [pytest.approx([0, 1, 0])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=0, top_p=0.51).exp().tolist() == [
+        pytest.approx([0, 0.625, 0.375])
+    ]
 
 
 def test_top_p_counts_what_top_k_left():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()  # top-k 2 leaves 4/7 and 3/7; 4/7 is above 0.5 and 0.4 is not
-    assert sampling_log_probs(logits, 1.0, 2, 0.5).exp().tolist() == [pytest.approx([1, 0, 0, 0])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=2, top_p=0.5).exp().tolist() == [
+        pytest.approx([1, 0, 0, 0])
+    ]
 
 
 def test_ties_with_the_last_of_top_k_are_kept_as_vllm_keeps_them():
     logits = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
-    assert sampling_log_probs(logits, 1.0, 2, 1.0).exp().tolist() == [pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])]
+    assert sampling_log_probs(logits, temperature=1.0, top_k=2, top_p=1.0).exp().tolist() == [
+        pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 300])
@@ -65,12 +76,18 @@ def test_a_draw_is_the_first_token_above_the_uniform(size):
     weights[size // 2] = 3
     total = 1 << int(weights.sum()).bit_length()
     weights[0] += total - int(weights.sum())  # a power of two: boundaries are exact in float64
-    edges = torch.arange(total, dtype=torch.float64) / total
-    inside = torch.cat([edges, (edges + 1 / total).nextafter(torch.tensor(0.0, dtype=torch.float64))])
-    drawn = sample_tokens(weights.float().expand(len(inside), -1), inside)
-    running = weights.cumsum(0).tolist()
-    expected = [next(i for i, sum_ in enumerate(running) if sum_ > Fraction(u) * total) for u in inside.tolist()]
-    assert drawn.tolist() == expected
+    lower_edges = torch.arange(total, dtype=torch.float64) / total
+    upper_edges = (lower_edges + 1 / total).nextafter(torch.tensor(0.0, dtype=torch.float64))
+    uniforms = torch.cat([lower_edges, upper_edges])
+
+    tokens = sample_tokens(weights.float().expand(len(uniforms), -1), uniforms)
+
+    running_sums = weights.cumsum(0).tolist()
+    expected_tokens = []
+    for uniform in uniforms.tolist():
+        goal = Fraction(uniform) * total
+        expected_tokens.append(next(token for token, running_sum in enumerate(running_sums) if running_sum > goal))
+    assert tokens.tolist() == expected_tokens
 
 
 @pytest.mark.parametrize("size", [5, 128, 200, 1000])
@@ -82,18 +99,23 @@ def test_a_token_of_probability_zero_is_never_drawn(size):
     probs[:, 0] = 0.0
     probs[:, 1] += probs.sum(-1) == 0
     uniforms = torch.rand(400, dtype=torch.float64, generator=generator)
-    uniforms[:100], uniforms[100:200] = 0.0, LARGEST
-    assert (probs.gather(1, sample_tokens(probs, uniforms)[:, None]) > 0).all()
+    uniforms[:100] = 0.0
+    uniforms[100:200] = LARGEST
+
+    tokens = sample_tokens(probs, uniforms)
+
+    assert (probs.gather(1, tokens[:, None]) > 0).all()
 
 
 def test_a_goal_between_two_blocks_skips_the_zeros_behind_it():
     """The sum of the blocks before, once as it was and once as a difference, can differ in its last bit."""
     blocks = torch.rand(200, 40, 128, generator=torch.Generator().manual_seed(0)) ** 6
     blocks[:, 1:, :64] = 0.0
-    probs, sums = blocks.flatten(1), blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    probs = blocks.flatten(1)
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     for border in range(39):
-        drawn = sample_tokens(probs, sums[:, border] / sums[:, -1])
-        assert (probs.gather(1, drawn[:, None]) > 0).all()
+        tokens = sample_tokens(probs, sums[:, border] / sums[:, -1])
+        assert (probs.gather(1, tokens[:, None]) > 0).all()
 
 
 def test_a_goal_that_rounding_leaves_above_all_gives_the_last():
@@ -101,18 +123,19 @@ def test_a_goal_that_rounding_leaves_above_all_gives_the_last():
     for size in range(2, 400):
         probs = torch.zeros(1, size)
         probs[0, : size - 1] = 0.1
-        drawn = sample_tokens(probs, torch.tensor([LARGEST], dtype=torch.float64))
-        assert drawn.item() == size - 2
+        token = sample_tokens(probs, torch.tensor([LARGEST], dtype=torch.float64))
+        assert token.item() == size - 2
 
 
 def test_draws_follow_the_distribution():
     probs = torch.tensor([0.05, 0.0, 0.6, 0.25, 0.1])
     uniforms = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-    drawn = sample_tokens(probs.expand(100_000, -1), uniforms)
-    assert (drawn.bincount(minlength=5) / 100_000).tolist() == pytest.approx(probs.tolist(), abs=2e-5)
+    tokens = sample_tokens(probs.expand(100_000, -1), uniforms)
+    assert (tokens.bincount(minlength=5) / 100_000).tolist() == pytest.approx(probs.tolist(), abs=2e-5)
 
 
 def draw_of(logits: torch.Tensor, uniforms: torch.Tensor, num_top: int = 5, **settings: float) -> Draw:
+    """Draw tokens with plain sampling, but for the settings that are given."""
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     return draw_tokens(logits, uniforms, num_top_log_probs=num_top, **settings)
 
@@ -124,14 +147,16 @@ def test_a_draw_is_the_inverse_cdf_of_a_plain_softmax(size, settings):
     rows = 20 if size < 200 else 4
     logits = 4 * torch.randn(rows, size, generator=generator)
     uniforms = torch.rand(rows, dtype=torch.float64, generator=generator)
-    drawn = draw_of(logits, uniforms, **settings)
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
-    probs = torch.tensor([truncated(row, **plain) for row in logits.tolist()], dtype=torch.float64)
-    expected = torch.searchsorted(probs.cumsum(-1), uniforms[:, None], right=True)[:, 0].clamp(max=size - 1)
-    assert torch.equal(drawn.tokens, expected)
-    assert torch.allclose(drawn.log_probs.double(), probs.gather(1, drawn.tokens[:, None])[:, 0].log(), atol=5e-6)
-    assert torch.allclose(drawn.top_log_probs.double(), probs.topk(5).values.log(), atol=5e-6)
-    assert torch.allclose(drawn.top_log_probs.double(), probs.gather(1, drawn.top_ids).log(), atol=5e-6)
+
+    draw = draw_of(logits, uniforms, **settings)
+
+    all_settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
+    probs = torch.tensor([truncated_probs(row, **all_settings) for row in logits.tolist()], dtype=torch.float64)
+    expected_tokens = torch.searchsorted(probs.cumsum(-1), uniforms[:, None], right=True)[:, 0].clamp(max=size - 1)
+    assert torch.equal(draw.tokens, expected_tokens)
+    assert torch.allclose(draw.log_probs.double(), probs.gather(1, draw.tokens[:, None])[:, 0].log(), atol=5e-6)
+    assert torch.allclose(draw.top_log_probs.double(), probs.topk(5).values.log(), atol=5e-6)
+    assert torch.allclose(draw.top_log_probs.double(), probs.gather(1, draw.top_ids).log(), atol=5e-6)
 
 
 @pytest.mark.parametrize("size", [10_240, 10_241, 20_000])
@@ -141,19 +166,24 @@ def test_the_most_probable_tokens_are_found_wherever_they_stand(size, where):
     spans = {"anywhere": slice(0, 0), "in one block": slice(256, 384), "at the end": slice(-30, None)}
     logits[:, spans.get(where, slice(None))] += 0.0 if where == "equal" else 50.0
     logits = logits.round() if where == "equal" else logits
-    drawn = draw_of(logits, torch.full((6,), 0.5, dtype=torch.float64), num_top=20)
-    expected = logits.double().log_softmax(-1)
-    assert torch.allclose(drawn.top_log_probs.double(), expected.topk(20).values, atol=1e-6)
-    assert torch.allclose(drawn.top_log_probs.double(), expected.gather(1, drawn.top_ids), atol=1e-6)
-    assert all(len(set(row)) == 20 for row in drawn.top_ids.tolist())
+
+    draw = draw_of(logits, torch.full((6,), 0.5, dtype=torch.float64), num_top=20)
+
+    expected_log_probs = logits.double().log_softmax(-1)
+    assert torch.allclose(draw.top_log_probs.double(), expected_log_probs.topk(20).values, atol=1e-6)
+    assert torch.allclose(draw.top_log_probs.double(), expected_log_probs.gather(1, draw.top_ids), atol=1e-6)
+    assert all(len(set(row)) == 20 for row in draw.top_ids.tolist())
 
 
 def test_what_truncation_dropped_stands_last_with_no_probability():
     logits = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log()
-    drawn = draw_of(logits, torch.tensor([LARGEST], dtype=torch.float64), num_top=3, top_k=2)
-    assert drawn.tokens.tolist() == [3]
-    assert drawn.top_ids[0, :2].tolist() == [3, 2]
-    assert drawn.top_log_probs.exp().tolist() == [pytest.approx([4 / 7, 3 / 7, 0.0])]
+
+    draw = draw_of(logits, torch.tensor([LARGEST], dtype=torch.float64), num_top=3, top_k=2)
+
+    assert draw.tokens.tolist() == [3]
+    assert draw.top_ids[0, :2].tolist() == [3, 2]
+    # 0.4 and 0.3 of the 0.7 that top-k 2 leaves
+    assert draw.top_log_probs.exp().tolist() == [pytest.approx([4 / 7, 3 / 7, 0.0])]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -161,16 +191,18 @@ def test_what_truncation_dropped_stands_last_with_no_probability():
 def test_a_row_without_a_distribution_spoils_no_other(value, size):
     logits = torch.zeros(2, size)
     logits[1, 3] = value
-    drawn = draw_of(logits, torch.tensor([0.9, 0.9], dtype=torch.float64), num_top=2)
-    assert drawn.log_probs.isfinite().tolist() == [True, False]
-    assert (drawn.tokens < size).all()
+
+    draw = draw_of(logits, torch.tensor([0.9, 0.9], dtype=torch.float64), num_top=2)
+
+    assert draw.log_probs.isfinite().tolist() == [True, False]
+    assert (draw.tokens < size).all()
 
 
 def test_log_probs_in_a_large_vocabulary_lose_no_digits():
     logits = torch.randn(2, 150_001, generator=torch.Generator().manual_seed(0))
-    drawn = draw_of(logits, torch.tensor([0.1, 0.9], dtype=torch.float64))
-    expected = logits.double().log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
-    assert (drawn.log_probs - expected).abs().max() < 2e-6
+    draw = draw_of(logits, torch.tensor([0.1, 0.9], dtype=torch.float64))
+    exact_log_probs = logits.double().log_softmax(-1).gather(1, draw.tokens[:, None])[:, 0]
+    assert (draw.log_probs - exact_log_probs).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("size", [32, 5_000, 152_000])
@@ -178,16 +210,21 @@ def test_log_probs_in_a_large_vocabulary_lose_no_digits():
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (20, 0.9)])
 def test_a_tokens_log_prob_is_the_same_drawn_scored_and_trained(size, temperature, top_k, top_p):
     """Scoring has the formula of the draw, the head one of its own that differs in the last bit."""
-    draw = torch.Generator().manual_seed(0)
-    logits = 4.0 * torch.randn(16, size, generator=draw)
+    generator = torch.Generator().manual_seed(0)
+    logits = 4.0 * torch.randn(16, size, generator=generator)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    found = draw_tokens(logits, torch.rand(16, dtype=torch.float64, generator=draw), **settings, num_top_log_probs=5)
-    ids = torch.cat([found.tokens[:, None], found.top_ids], dim=1)
-    scored = log_probs_at(logits, ids, **settings)
-    assert torch.equal(scored, torch.cat([found.log_probs[:, None], found.top_log_probs], dim=1))
+    uniforms = torch.rand(16, dtype=torch.float64, generator=generator)
+    draw = draw_tokens(logits, uniforms, **settings, num_top_log_probs=5)
+    ids = torch.cat([draw.tokens[:, None], draw.top_ids], dim=1)
+
+    scored_log_probs = log_probs_at(logits, ids, **settings)
+
+    assert torch.equal(scored_log_probs, torch.cat([draw.log_probs[:, None], draw.top_log_probs], dim=1))
+
     if not top_k:
-        exact = (logits / temperature).double().log_softmax(-1).gather(1, ids)
-        assert (scored - exact).abs().max() < 1e-6
+        exact_log_probs = (logits / temperature).double().log_softmax(-1).gather(1, ids)
+        assert (scored_log_probs - exact_log_probs).abs().max() < 1e-6
+
         head = Head(hidden=torch.eye(16), weight=logits.T.contiguous())  # whose products do not round
-        trained = linear_head(head, found.tokens, temperature=temperature).log_probs
-        assert (trained - found.log_probs).abs().max() < 1e-6
+        trained_log_probs = linear_head(head, draw.tokens, temperature=temperature).log_probs
+        assert (trained_log_probs - draw.log_probs).abs().max() < 1e-6

@@ -24,7 +24,7 @@ SLOW = (  # to import, and none of them imports the package
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--no-header", "-W", "ignore")
 
 
-class First:
+class FirstFailure:
     """A plugin that keeps the name of the first test that failed, or of the file that cannot be read."""
 
     name = ""
@@ -40,8 +40,8 @@ class First:
             self.name = self.name or report.nodeid
 
 
-def forked(arguments: list[str], seconds: int) -> str:
-    """Run pytest in a process of its own, with all that it starts."""
+def answer_of_child(arguments: list[str], seconds: int) -> str:
+    """Run pytest in a process of its own, end all that it starts, and return the answer that the module describes."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -49,23 +49,28 @@ def forked(arguments: list[str], seconds: int) -> str:
         signal.alarm(seconds)
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.dup2(1, 2)
-        first = First()
+        failure = FirstFailure()
         try:
-            status = pytest.main([*OPTIONS, *arguments], plugins=[first])
-            nothing = status == pytest.ExitCode.NO_TESTS_COLLECTED or not first.has_passed
-            found = first.name or ("no tests were run" if nothing else "" if status == 0 else f"ended with {status}")
+            status = pytest.main([*OPTIONS, *arguments], plugins=[failure])
+            ran_nothing = status == pytest.ExitCode.NO_TESTS_COLLECTED or not failure.has_passed
+            if failure.name:
+                answer = failure.name
+            elif ran_nothing:
+                answer = "no tests were run"
+            else:
+                answer = "" if status == 0 else f"ended with {status}"
         except BaseException as error:
-            found = repr(error)
-        os.write(writer, found.encode() or b"\n")
+            answer = repr(error)
+        os.write(writer, answer.encode() or b"\n")
         os._exit(0)
 
     os.close(writer)
-    found = os.read(reader, 4096).decode()  # what the child has started may hold the other end for longer
+    answer = os.read(reader, 4096).decode()  # what the child has started may hold the other end for longer
     os.close(reader)
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return found.strip() if found else f"ended, or took more than {seconds} seconds"
+    return answer.strip() if answer else f"ended, or took more than {seconds} seconds"
 
 
 def main() -> None:
@@ -83,11 +88,11 @@ def main() -> None:
 
     for job in json.load(sys.stdin):
         file = copy / job["file"]
-        whole = file.read_bytes()
+        original_bytes = file.read_bytes()
         file.write_text(job["source"])
-        found = forked(job["arguments"], job["seconds"])
-        file.write_bytes(whole)
-        print(json.dumps(found), file=answers, flush=True)
+        answer = answer_of_child(job["arguments"], job["seconds"])
+        file.write_bytes(original_bytes)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -67,18 +67,18 @@ def functions(source: str) -> list[str]:
     """Name every function and method of a module, as `mutants` takes them."""
     module = ast.parse(source)
     classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
-    places = [("", module), *((f"{one.name}.", one) for one in classes)]
-    return [f"{above}{node.name}" for above, place in places for node in place.body if isinstance(node, FUNCTIONS)]
+    scopes = [("", module), *((f"{scope.name}.", scope) for scope in classes)]
+    return [f"{prefix}{node.name}" for prefix, scope in scopes for node in scope.body if isinstance(node, FUNCTIONS)]
 
 
 def _find(module: ast.Module, function: str) -> ast.FunctionDef:
-    here: ast.AST = module
+    scope: ast.AST = module
     for name in function.split("."):
-        inside = [one for one in here.body if isinstance(one, (*FUNCTIONS, ast.ClassDef)) and one.name == name]
-        if not inside:
+        matches = [node for node in scope.body if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.name == name]
+        if not matches:
             raise LookupError(f"there is no {function}; the list of mutants names functions and Class.method")
-        here = inside[-1]
-    return here
+        scope = matches[-1]
+    return scope
 
 
 def _changes(function: ast.FunctionDef, control: bool) -> Iterator[tuple[ast.AST, Change]]:
@@ -100,9 +100,9 @@ def _formulas(node: ast.AST) -> Iterator[ast.AST]:
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "defaults", "kw_defaults"):
             continue
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, ast.AST):
-                yield from _formulas(one)
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _formulas(child)
 
 
 def _of_node(node: ast.AST) -> Iterator[tuple[ast.expr, Change]]:
@@ -168,13 +168,13 @@ def _is_path(node: ast.BinOp) -> bool:
     """Whether `/` joins a path and a name."""
     sides = (node.left, node.right)
     return isinstance(node.op, ast.Div) and any(
-        isinstance(one, ast.JoinedStr) or (isinstance(one, ast.Constant) and isinstance(one.value, str))
-        for one in sides
+        isinstance(side, ast.JoinedStr) or (isinstance(side, ast.Constant) and isinstance(side.value, str))
+        for side in sides
     )
 
 
 def _is_type(node: ast.BinOp) -> bool:
     """Whether `|` joins types, as in isinstance(x, A | B)."""
-    sides = [one for one in (node.left, node.right) if isinstance(one, ast.Name | ast.Attribute | ast.Constant)]
-    names = [one.id if isinstance(one, ast.Name) else getattr(one, "attr", "None") for one in sides]
+    sides = [side for side in (node.left, node.right) if isinstance(side, ast.Name | ast.Attribute | ast.Constant)]
+    names = [side.id if isinstance(side, ast.Name) else getattr(side, "attr", "None") for side in sides]
     return isinstance(node.op, ast.BitOr) and any(name[:1].isupper() for name in names)

@@ -44,22 +44,22 @@ class Server:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
             raise session.Interrupted(f"{session.testsfailed} errors while collecting")
-        self._functions = functions_of(self._sources)
+        self._functions = imported_functions(self._sources)
         self._items = session.items
         gc.freeze()  # a child's collector would write to all pages and so copy them
-        self.results = [forked(lambda job=job: self._failed(job)) for job in self._jobs]
+        self.results = [result_of_child(lambda job=job: self._failed(job)) for job in self._jobs]
         names = {result["failed"] for result in self.results}
-        noticed = [item for item in self._items if item.nodeid in names]
-        self.results.append(forked(lambda: run(noticed), tests=len(noticed)))
+        noticing_items = [item for item in self._items if item.nodeid in names]
+        self.results.append(result_of_child(lambda: run(noticing_items), test_count=len(noticing_items)))
         return True
 
     def _failed(self, job: dict) -> tuple[str, str]:
         """Break the code and run the job's tests."""
-        chosen = [item for item in self._items if not places_of(item).isdisjoint(job["tests"])]
-        if not chosen:
+        job_items = [item for item in self._items if not names_of(item).isdisjoint(job["tests"])]
+        if not job_items:
             raise LookupError(f"{job['tests']} have no tests")
         self._swap(job["file"], job["function"], job["number"])
-        return run(chosen)
+        return run(job_items)
 
     def _swap(self, file: str, function: str, number: int) -> None:
         """Give every function that differs its broken code."""
@@ -74,16 +74,16 @@ class Server:
             function.__code__ = changed[function.__code__]
 
 
-def places_of(item: pytest.Item) -> set[str]:
-    """The names by which a job can ask for a test."""
+def names_of(item: pytest.Item) -> set[str]:
+    """Return the names by which a job can ask for a test."""
     file = str(item.path.relative_to(TESTS))
     return {file, f"{file}::{item.originalname}"}
 
 
 def run(items: list[pytest.Item]) -> tuple[str, str]:
-    """Run until one fails; its name, "" if all passed."""
-    for item, following in zip(items, [*items[1:], None], strict=True):
-        for report in runtestprotocol(item, log=False, nextitem=following):
+    """Run until a test fails; return its name, or "" if all passed, and the text of pytest."""
+    for item, next_item in zip(items, [*items[1:], None], strict=True):
+        for report in runtestprotocol(item, log=False, nextitem=next_item):
             if report.failed and report.when != "call":
                 raise RuntimeError(report.longreprtext)
             if report.failed:
@@ -91,26 +91,30 @@ def run(items: list[pytest.Item]) -> tuple[str, str]:
     return "", f"{len(items)} passed"
 
 
-def functions_of(files: Iterable[str]) -> dict[str, list[FunctionType]]:
-    """All that were imported from each file. A child that looked through the others too would copy their memory."""
-    found: dict[str, list[FunctionType]] = {file: [] for file in files}
-    for thing in gc.get_objects():
-        if isinstance(thing, FunctionType) and thing.__code__.co_filename in found:
-            found[thing.__code__.co_filename].append(thing)
-    return found
+def imported_functions(files: Iterable[str]) -> dict[str, list[FunctionType]]:
+    """Return the functions that were imported from each file.
+
+    A child that looked through all objects would copy their memory.
+    """
+    functions: dict[str, list[FunctionType]] = {file: [] for file in files}
+    for candidate in gc.get_objects():
+        if isinstance(candidate, FunctionType) and candidate.__code__.co_filename in functions:
+            functions[candidate.__code__.co_filename].append(candidate)
+    return functions
 
 
 def code_of_functions(code: CodeType) -> Iterator[CodeType]:
-    """The code of all functions of a module, and of the classes in it, from top to bottom."""
+    """Yield the code of all functions of a module, and of the classes in it, from top to bottom."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             is_function = inner.co_flags & inspect.CO_OPTIMIZED
             yield from [inner] if is_function else code_of_functions(inner)
 
 
-def forked(job: Callable[[], tuple[str, str]], tests: int = 1) -> dict:
-    """What the job returns in a process of its own, which may run so many tests."""
-    cpu_seconds, seconds = CPU_SECONDS * max(1, tests), SECONDS * max(1, tests)
+def result_of_child(job: Callable[[], tuple[str, str]], test_count: int = 1) -> dict:
+    """Return what the job returns in a process of its own, which may run so many tests."""
+    cpu_seconds = CPU_SECONDS * max(1, test_count)
+    seconds = SECONDS * max(1, test_count)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -127,8 +131,8 @@ def forked(job: Callable[[], tuple[str, str]], tests: int = 1) -> dict:
     with os.fdopen(reader) as pipe:
         answer = pipe.read()
     os.waitpid(child, 0)
-    silent = f"died, or took more than {cpu_seconds} seconds of CPU or {seconds} in all"
-    return json.loads(answer) if answer else {"failed": None, "text": silent}
+    silence_text = f"died, or took more than {cpu_seconds} seconds of CPU or {seconds} in all"
+    return json.loads(answer) if answer else {"failed": None, "text": silence_text}
 
 
 def main() -> None:
@@ -136,8 +140,11 @@ def main() -> None:
     os.dup2(2, 1)  # pytest talks on standard output
     os.chdir(TESTS.parent)
     torch.set_num_threads(1)
-    quick = {"phases": (hypothesis.Phase.explicit, hypothesis.Phase.generate), "report_multiple_bugs": False}
-    hypothesis.settings.register_profile("mutation", **quick)  # the first counterexample is enough
+    first_counterexample = {
+        "phases": (hypothesis.Phase.explicit, hypothesis.Phase.generate),  # without shrinking
+        "report_multiple_bugs": False,
+    }
+    hypothesis.settings.register_profile("mutation", **first_counterexample)
     hypothesis.settings.load_profile("mutation")
     server = Server(json.load(sys.stdin))
     names = sorted({f"{TESTS}/{test}" for job in server._jobs for test in job["tests"]})

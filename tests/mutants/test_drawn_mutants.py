@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from mutants.operators import Mutant, count, functions, mutant
 
 pytestmark = pytest.mark.mutants
 PACKAGE = Path(jackpot.__file__).parent
-SEED, EACH = 40, 20
+SEED = 40  # of the hashes
+MUTANTS_PER_FLOOR = 20
 SECONDS = 500  # for the tests of a mutant; it may loop for ever
 FLOORS = {  # folders of the package, without folders that are a floor of their own
     "launch": "launch",
@@ -129,12 +131,10 @@ EQUIVALENT = {  # the name of a mutant: why no test can notice it
     "launch/engines.py::make_engine: return VLLMEngine(path, settings, device=device, version=version, "
     "drafter=drafter, rows=rows) -> return None": "it runs only where vLLM is, as the tests of make test-vllm do",
 }
+UNBROKEN = "the code as it is"  # beside the names of the mutants
 
 
-WHOLE = "the code as it is"
-
-
-class Drawn(NamedTuple):
+class DrawnMutant(NamedTuple):
     """A function of a file, and the number of a mutant of it."""
 
     file: str
@@ -154,49 +154,57 @@ class Drawn(NamedTuple):
         return job(self.file, ast.unparse(self.mutant().module), [f"tests/{test}" for test in room])
 
 
-def hashed(*parts: str) -> int:
+def hash_of(*parts: str) -> int:
+    """Return a whole number that these names alone decide."""
     return int.from_bytes(hashlib.sha256("\n".join((str(SEED), *parts)).encode()).digest()[:8], "big")
 
 
-def draw(floor: str) -> Iterator[Drawn]:
+def draw(floor: str) -> Iterator[DrawnMutant]:
     """Yield a mutant of each function of a floor, those with the smallest hashes first."""
     folder = FLOORS[floor]
-    apart = (*ELSEWHERE, *(f"{other}/" for other in FLOORS.values() if other.startswith(f"{folder}/")))
+    inner_floors = tuple(f"{other}/" for other in FLOORS.values() if other.startswith(f"{folder}/"))
+    excluded_prefixes = (*ELSEWHERE, *inner_floors)
     files = (str(path.relative_to(PACKAGE)) for path in sorted((PACKAGE / folder).rglob("*.py")))
-    sources = {file: (PACKAGE / file).read_text() for file in files if not file.startswith(apart)}
-    places = [(file, function) for file, source in sources.items() for function in functions(source)]
+    sources = {file: (PACKAGE / file).read_text() for file in files if not file.startswith(excluded_prefixes)}
+    pairs = [(file, function) for file, source in sources.items() for function in functions(source)]
 
-    for file, function in sorted(places, key=lambda place: hashed(*place)):
-        if size := count(sources[file], function, control=True):
-            yield Drawn(file, function, hashed(file, function, "which") % size)
+    for file, function in sorted(pairs, key=lambda pair: hash_of(*pair)):
+        if mutant_count := count(sources[file], function, control=True):
+            yield DrawnMutant(file, function, hash_of(file, function, "which") % mutant_count)
 
 
-DRAWN = [one for floor in FLOORS for one, _ in zip(draw(floor), range(EACH), strict=False)]
+DRAWN_MUTANTS = [drawn for floor in FLOORS for drawn in islice(draw(floor), MUTANTS_PER_FLOOR)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What noticed each mutant, by its name; "" is nothing. The file of JACKPOT_MUTANTS spares those that it knows."""
-    kept = Path(os.environ.get("JACKPOT_MUTANTS") or tmp_path_factory.mktemp("mutants") / "found.json")
-    known: dict[str, str] = json.loads(kept.read_text()) if kept.is_file() else {}
-    left = [one for one in DRAWN if not known.get(one.name)]
+def answer_by_mutant(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the test that noticed each mutant, by the mutant's name; "" is none.
+
+    The file of JACKPOT_MUTANTS spares the mutants that it knows.
+    """
+    answer_file = Path(os.environ.get("JACKPOT_MUTANTS") or tmp_path_factory.mktemp("mutants") / "found.json")
+    known_answers: dict[str, str] = json.loads(answer_file.read_text()) if answer_file.is_file() else {}
+    unknown_mutants = [drawn for drawn in DRAWN_MUTANTS if not known_answers.get(drawn.name)]
 
     copy = tmp_path_factory.mktemp("copy") / "src"
     shutil.copytree(PACKAGE, copy / "jackpot")
-    for one, answer in zip(left, answers(copy, [one.job for one in left]), strict=True):
-        known[one.name] = answer
-        kept.write_text(json.dumps(known, indent=1))
+    new_answers = answers(copy, [drawn.job for drawn in unknown_mutants])
+    for drawn, answer in zip(unknown_mutants, new_answers, strict=True):
+        known_answers[drawn.name] = answer
+        answer_file.write_text(json.dumps(known_answers, indent=1))
 
-    noticed = sorted({name for name in known.values() if "::" in name})
-    [known[WHOLE]] = answers(copy, [job("__init__.py", (PACKAGE / "__init__.py").read_text(), noticed, SECONDS * 4)])
-    return known
+    noticing_tests = sorted({name for name in known_answers.values() if "::" in name})
+    source = (PACKAGE / "__init__.py").read_text()
+    [known_answers[UNBROKEN]] = answers(copy, [job("__init__.py", source, noticing_tests, seconds=SECONDS * 4)])
+    return known_answers
 
 
 def answers(copy: Path, jobs: list[dict[str, object]]) -> Iterator[str]:
     """Yield the first test that fails in each job, "" for none."""
     command = [sys.executable, TESTS / "mutants" / "copies.py", copy]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin is not None and server.stdout is not None
+        assert server.stdin is not None
+        assert server.stdout is not None
         json.dump(jobs, server.stdin)
         server.stdin.close()
         yield from map(json.loads, server.stdout)
@@ -208,19 +216,21 @@ def job(file: str, source: str, arguments: Iterable[str], seconds: int = SECONDS
     return {"file": f"jackpot/{file}", "source": source, "arguments": list(arguments), "seconds": seconds}
 
 
-@pytest.mark.parametrize("drawn", DRAWN, ids=[one.name for one in DRAWN])
-def test_a_test_of_its_room_notices_the_mutant(drawn: Drawn, found: dict[str, str]) -> None:
-    assert not found[drawn.name].startswith("no tests"), drawn.name
-    survives = found[drawn.name] == ""
+@pytest.mark.parametrize("drawn", DRAWN_MUTANTS, ids=[drawn.name for drawn in DRAWN_MUTANTS])
+def test_a_test_of_its_room_notices_the_mutant(drawn: DrawnMutant, answer_by_mutant: dict[str, str]) -> None:
+    answer = answer_by_mutant[drawn.name]
+    assert not answer.startswith("no tests"), drawn.name
+
+    survives = answer == ""
     assert survives == (drawn.name in EQUIVALENT), f"{drawn.name}: {'survives' if survives else 'is in EQUIVALENT'}"
 
 
-def test_what_noticed_a_mutant_passes_on_the_code_as_it_is(found: dict[str, str]) -> None:
-    assert found[WHOLE] == ""
+def test_what_noticed_a_mutant_passes_on_the_code_as_it_is(answer_by_mutant: dict[str, str]) -> None:
+    assert answer_by_mutant[UNBROKEN] == ""
 
 
 def test_every_exception_is_a_drawn_mutant() -> None:
-    assert EQUIVALENT.keys() <= {one.name for one in DRAWN}
+    assert EQUIVALENT.keys() <= {drawn.name for drawn in DRAWN_MUTANTS}
 
 
 def test_every_room_has_its_tests() -> None:

@@ -25,13 +25,13 @@ CORRECTIONS = (
 ROLLOUT_MODEL_STEPS = "training/test_rollout_model_steps.py"
 
 
-def of_learner(*names: str) -> tuple[str, ...]:
+def learner_tests(*names: str) -> tuple[str, ...]:
     """Name single tests of the learner: all of them take half a minute."""
     return tuple(f"training/test_learner.py::test_{name}" for name in names)
 
 
 KAPPA = (
-    *of_learner(
+    *learner_tests(
         "kappa_is_the_one_of_the_whole_step",
         "a_prepass_is_taken_only_where_kappa_needs_it",
     ),
@@ -49,7 +49,7 @@ REPAIR = tuple(
         "a_cap_on_one_of_two_ranks_leaves_the_step_of_one",
     )
 )
-SKIPPED = of_learner(
+SKIPPED = learner_tests(
     "equal_rewards_skip_the_policy_alone",
     "a_model_that_nothing_pulls_has_no_momentum",
     "a_step_whose_tokens_are_all_rejected_is_skipped",
@@ -57,13 +57,13 @@ SKIPPED = of_learner(
     "a_step_without_any_token_moves_nothing_and_says_so",
     "a_non_finite_gradient_skips_both_models",
 )
-AGES = of_learner(
+AGES = learner_tests(
     "fill_ins_need_the_writing_weights_in_training",
     "the_engine_is_compared_on_tokens_of_equal_weights",
     "the_kept_mass_is_that_of_what_the_engine_may_sample",
 )
-STEP_SIZE = of_learner("the_rate_is_scaled_by_the_root_of_the_ess")
-STEP = of_learner(
+STEP_SIZE = learner_tests("the_rate_is_scaled_by_the_root_of_the_ess")
+STEP = learner_tests(
     "a_single_step_costs_no_extra_forward_pass",
     "old_log_probs_are_those_before_the_first_update",
     "two_steps_are_those_of_the_float64_reference",
@@ -86,7 +86,7 @@ FORMULAS = {  # "file::function": tests
         [f"objectives/obrs.py::{name}" for name in ("acceptance", "accept", "log_kept_mass", "exact_z", "weight")],
         ("objectives/test_obrs.py", *CORRECTIONS),
     ),
-    "objectives/kernels/linear_head.py::LinearHead.z_for_budget": of_learner(
+    "objectives/kernels/linear_head.py::LinearHead.z_for_budget": learner_tests(
         "a_budget_chooses_lam_so_that_z_is_the_budget",
         "a_budget_rejects_evenly_what_the_policy_generated",
     ),
@@ -182,19 +182,19 @@ EQUIVALENT = {  # the name of a mutant: why it computes the same
 }
 
 CASES = [
-    (place, number, mutant.name)
-    for place in FORMULAS
-    for number, mutant in enumerate(mutants((PACKAGE / place.split("::")[0]).read_text(), place.split("::")[1]))
+    (formula, number, mutant.name)
+    for formula in FORMULAS
+    for number, mutant in enumerate(mutants((PACKAGE / formula.split("::")[0]).read_text(), formula.split("::")[1]))
 ]
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict]:
-    """What came of every mutant, and last, on the code as it is, of all tests that failed."""
+    """Return what came of every mutant, and last, on the code as it is, of all tests that failed."""
     jobs = [
-        {"file": str(PACKAGE / file), "function": function, "number": number, "tests": FORMULAS[place]}
-        for place, number, _ in CASES
-        for file, function in [place.split("::")]
+        {"file": str(PACKAGE / file), "function": function, "number": number, "tests": FORMULAS[formula]}
+        for formula, number, _ in CASES
+        for file, function in [formula.split("::")]
     ]
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     server = subprocess.run(
@@ -208,11 +208,12 @@ def results() -> list[dict]:
     return json.loads(server.stdout)
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{place}: {name}" for place, _, name in CASES])
-def test_a_test_notices_the_mutant(number, results):
-    assert results[number]["failed"] is not None, results[number]["text"]
-    _, _, name = CASES[number]
-    survives = results[number]["failed"] == ""
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{formula}: {name}" for formula, _, name in CASES])
+def test_a_test_notices_the_mutant(case, results):
+    _, _, name = CASES[case]
+    assert results[case]["failed"] is not None, results[case]["text"]
+
+    survives = results[case]["failed"] == ""
     assert survives == (name in EQUIVALENT), f"{name}: {'survives' if survives else 'is noticed and is in EQUIVALENT'}"
 
 

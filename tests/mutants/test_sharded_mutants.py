@@ -21,45 +21,47 @@ from training.test_sharded import QUICK, SLOW, check
 
 pytestmark = pytest.mark.mutants
 NOTICED = (AssertionError, ProcessRaisedException, ProcessExitedException)
-THREE, REPAIRED = QUICK["three micro-batches"], SLOW["three, read again for kappa, on a sampler's support"]
+THREE = QUICK["three micro-batches"]
+REPAIRED = SLOW["three, read again for kappa, on a sampler's support"]
 Patch = Callable[[pytest.MonkeyPatch], Any]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Return a folder with the models that the sharded learners load."""
     folder = tmp_path_factory.mktemp("models")
     sharded.save_models(folder)
     return folder
 
 
 def backward_of_parameters(patch: pytest.MonkeyPatch) -> None:
-    """Backward passes that name the sharded parameters, which stand in no graph."""
-    known, made, backward = [], optimizer.ModelOptimizer.__init__, torch.Tensor.backward
+    """Let backward passes name the sharded parameters, which stand in no graph."""
+    known_parameters = []
+    original_init = optimizer.ModelOptimizer.__init__
+    original_backward = torch.Tensor.backward
 
     def init(self, parameters, *rest):
         parameters = list(parameters)
-        known.extend(parameters)
-        made(self, parameters, *rest)
+        known_parameters.extend(parameters)
+        original_init(self, parameters, *rest)
 
     patch.setattr(optimizer.ModelOptimizer, "__init__", init)
-    patch.setattr(torch.Tensor, "backward", lambda self: backward(self, inputs=known))
+    patch.setattr(torch.Tensor, "backward", lambda self: original_backward(self, inputs=known_parameters))
 
 
-def one_less(batches, ranks):
+def deal_one_less(batches, ranks):
+    """Deal batches to ranks, and one less to all but the first rank."""
     return [dealt[: len(dealt) - bool(rank)] for rank, dealt in enumerate(batching.deal(batches, ranks))]
 
 
-def not_empty(batches):
-    return [batch for batch in batches if batch.uids]
+def batches_new_to_this_rank(batches):
+    """Return the batches with a rollout that no earlier batch of this rank has."""
+    earlier_uids = accumulate((set(batch.uids) for batch in batches), set.union, initial=set())
+    return [batch for batch, uids in zip(batches, earlier_uids, strict=False) if not uids.issuperset(batch.uids)]
 
 
-def new_to_this_rank(batches):
-    earlier = accumulate((set(one.uids) for one in batches), set.union, initial=set())
-    return [one for one, known in zip(batches, earlier, strict=False) if not known.issuperset(one.uids)]
-
-
-def norm_of_own_shards(tensors):
-    return torch.stack([shards.local(one).double().norm() for one in tensors]).norm()
+def norm_of_local_shards(tensors):
+    return torch.stack([shards.local(tensor).double().norm() for tensor in tensors]).norm()
 
 
 MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
@@ -68,10 +70,10 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
         lambda patch: patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
     ),
     "backward names the sharded parameters": (THREE, backward_of_parameters),
-    "one micro-batch less on a rank": (THREE, lambda patch: patch.setattr(sharded, "deal", one_less)),
+    "one micro-batch less on a rank": (THREE, lambda patch: patch.setattr(sharded, "deal", deal_one_less)),
     "the norm of a rank's own shards": (
         SLOW["one micro-batch, clipped gradients"],
-        lambda patch: patch.setattr(optimizer, "norm", norm_of_own_shards),
+        lambda patch: patch.setattr(optimizer, "norm", norm_of_local_shards),
     ),
     "kappa from a rank's own micro-batches": (
         REPAIRED,
@@ -87,7 +89,7 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
     ),
     "old log-probs where a rank itself lacks them": (
         SLOW["frozen rollout model, two epochs, dealt anew"],
-        lambda patch: patch.setattr(joint_learner, "first_readings", new_to_this_rank),
+        lambda patch: patch.setattr(joint_learner, "first_readings", batches_new_to_this_rank),
     ),
     "two passes where a rank's prompts are shared": (
         SLOW["one-token responses in one of two micro-batches, padded"],
@@ -103,7 +105,9 @@ MUTANTS: dict[str, tuple[test_sharded.Case, Patch]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_takes_other_steps_or_none(name, folder, tmp_path, monkeypatch):
     case, mutate = MUTANTS[name]
+
     mutate(monkeypatch)
+
     with pytest.raises(NOTICED):
         check(case, folder, tmp_path)
 

@@ -1,4 +1,6 @@
-"""`jackpot.correct` and `jackpot.estimate_z`: equal to the two calls that they stand for, and their errors."""
+"""`jackpot.correct` and `jackpot.estimate_z` equal the calls that they stand for, hold their bounds, and name what they
+cannot compute.
+"""
 
 import re
 from typing import Any
@@ -10,13 +12,18 @@ from torch import Tensor
 from helpers.own_correction import Plain
 from jackpot import CORRECTIONS, CorrectionInputs, JackpotError, correct, estimate_z, make_correction, obrs
 
-B, T, V, K, H = 6, 40, 50, 8, 16
+B = 6  # responses
+T = 40  # tokens of each
+V = 50  # vocabulary
+K = 8  # tokens in the engine's lists
+H = 16  # width of hidden states
 
 
 def rollouts(seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
     """Return log-probs of sampled tokens under two distributions, a mask, the engine's top-k and the policy."""
     torch.manual_seed(seed)
-    hidden, head = torch.randn(B, T, H, device=device), torch.nn.Linear(H, V, bias=False, device=device)
+    hidden = torch.randn(B, T, H, device=device)
+    head = torch.nn.Linear(H, V, bias=False, device=device)
     logits = head(hidden).detach()
     p_inf = torch.log_softmax(logits + 0.7 * torch.randn(B, T, V, device=device), -1)
     token = torch.multinomial(p_inf.flatten(0, 1).exp(), 1).view(B, T, 1)
@@ -35,97 +42,125 @@ def rollouts(seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
     }
 
 
-def arguments(given: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: given[name] for name in ("rollout_log_probs", "target_log_probs", "response_mask", *names)}
+def arguments(batch: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return what every correction takes of a batch, and what is named besides."""
+    return {name: batch[name] for name in ("rollout_log_probs", "target_log_probs", "response_mask", *names)}
 
 
-def z_of(given: dict[str, Any], **options: Any) -> obrs.ZEstimate:
+def z_of(batch: dict[str, Any], **options: Any) -> obrs.ZEstimate:
+    """Estimate Z of a batch from its logits and lists."""
     return estimate_z(
-        policy_logits=given["logits"], rollout_top_ids=given["ids"], rollout_top_log_probs=given["top"], **options
+        policy_logits=batch["logits"], rollout_top_ids=batch["ids"], rollout_top_log_probs=batch["top"], **options
     )
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_one_call_equals_the_two_that_it_stands_for(name: str) -> None:
-    given = rollouts()
-    z, uniforms = z_of(given), torch.rand(B, T, dtype=torch.float64)
-    found = correct(name, z=z, uniforms=uniforms, **arguments(given, "advantages"))
+    batch = rollouts()
+    z = z_of(batch)
+    uniforms = torch.rand(B, T, dtype=torch.float64)
+
+    result = correct(name, z=z, uniforms=uniforms, **arguments(batch, "advantages"))
+
     correction = make_correction(name)
     inputs = CorrectionInputs(
-        z=z, uniforms=uniforms, proximal_log_probs=given["target_log_probs"], **arguments(given, "advantages")
+        z=z, uniforms=uniforms, proximal_log_probs=batch["target_log_probs"], **arguments(batch, "advantages")
     )
-    wanted = correction.apply(inputs, correction.measure(inputs))
-    assert found.weights.equal(wanted.weights) and found.accept_mask.equal(wanted.accept_mask)
-    assert found.metrics["obrs/kappa"] == wanted.kappa
-    mask = given["response_mask"]
-    assert float(found.metrics["correction/accepted"]) == pytest.approx(float(wanted.accept_mask[mask].mean()))
+    expected = correction.apply(inputs, correction.measure(inputs))
+
+    assert result.weights.equal(expected.weights)
+    assert result.accept_mask.equal(expected.accept_mask)
+    assert result.metrics["obrs/kappa"] == expected.kappa
+
+    mask = batch["response_mask"]
+    assert float(result.metrics["correction/accepted"]) == pytest.approx(float(expected.accept_mask[mask].mean()))
 
 
 def test_what_a_correction_does_not_read_may_be_left_out() -> None:
-    given = rollouts()
+    batch = rollouts()
     for name in CORRECTIONS:
         correction = make_correction(name)
-        both = correct(name, z=z_of(given), **arguments(given, "advantages"))
-        kept = {name: value for name, value in {"z": z_of(given), **given}.items() if name in correction.reads}
-        found = correct(name, **arguments(given), **kept)
-        assert found.weights.equal(both.weights) and found.accept_mask.equal(both.accept_mask)
-        assert ("obrs/z" in found.metrics) == ("z" in correction.reads)
+        full_result = correct(name, z=z_of(batch), **arguments(batch, "advantages"))
+        read_inputs = {key: value for key, value in {"z": z_of(batch), **batch}.items() if key in correction.reads}
+
+        result = correct(name, **arguments(batch), **read_inputs)
+
+        assert result.weights.equal(full_result.weights)
+        assert result.accept_mask.equal(full_result.accept_mask)
+        assert ("obrs/z" in result.metrics) == ("z" in correction.reads)
 
 
 def test_a_correction_of_the_published_protocol_alone_will_do() -> None:
-    given = rollouts()
-    wanted = correct("tis", cap=1.3, **arguments(given))
-    for found in (correct(Plain(1.3), **arguments(given)), correct(Plain, cap=1.3, **arguments(given))):
-        assert found.weights.equal(wanted.weights) and found.accept_mask.equal(wanted.accept_mask)
-        assert found.metrics == wanted.metrics
+    batch = rollouts()
+    expected = correct("tis", cap=1.3, **arguments(batch))
+
+    for result in (correct(Plain(1.3), **arguments(batch)), correct(Plain, cap=1.3, **arguments(batch))):
+        assert result.weights.equal(expected.weights)
+        assert result.accept_mask.equal(expected.accept_mask)
+        assert result.metrics == expected.metrics
+
     with pytest.raises(JackpotError, match=r"settings {'cap': 2.0} were given beside a correction that has its own"):
-        correct(Plain(1.3), cap=2.0, **arguments(given))
+        correct(Plain(1.3), cap=2.0, **arguments(batch))
     with pytest.raises(JackpotError, match=r"correction Plain.* got the settings {'c': 1}"):
-        correct(Plain, c=1, **arguments(given))
+        correct(Plain, c=1, **arguments(batch))
 
 
 def test_drawn_numbers_follow_the_response_and_not_its_batch() -> None:
-    given = rollouts()
-    whole = correct("mask_only", **arguments(given)).accept_mask
-    assert whole.equal(correct("mask_only", **arguments(given)).accept_mask)
-    padded = {key: torch.nn.functional.pad(value[2:4], (0, 3)) for key, value in arguments(given).items()}
-    padded["rollout_log_probs"] = torch.where(padded["response_mask"], padded["rollout_log_probs"], 7.0)
-    assert correct("mask_only", **padded).accept_mask[:, :T].equal(whole[2:4])
-    assert not correct("mask_only", seed=1, **arguments(given)).accept_mask.equal(whole)
+    batch = rollouts()
+    full_mask = correct("mask_only", **arguments(batch)).accept_mask
+
+    assert full_mask.equal(correct("mask_only", **arguments(batch)).accept_mask)
+
+    padded_part = {key: torch.nn.functional.pad(value[2:4], (0, 3)) for key, value in arguments(batch).items()}
+    padded_part["rollout_log_probs"] = torch.where(padded_part["response_mask"], padded_part["rollout_log_probs"], 7.0)
+
+    assert correct("mask_only", **padded_part).accept_mask[:, :T].equal(full_mask[2:4])
+    assert not correct("mask_only", seed=1, **arguments(batch)).accept_mask.equal(full_mask)
 
 
 def test_tokens_are_accepted_as_often_as_they_should_be() -> None:
     shape = (2000, 20)
-    given = {
+    batch = {
         "rollout_log_probs": torch.zeros(shape).index_fill(1, torch.tensor([0]), -1.0) - torch.rand(2000, 1),
         "response_mask": torch.ones(shape, dtype=torch.bool),
     }
-    given["target_log_probs"] = given["rollout_log_probs"] + torch.tensor(0.3).log()
-    accepted = correct("mask_only", **given).accept_mask
-    assert (accepted.mean(0) - 0.3).abs().max() < 5 * (0.21 / 2000) ** 0.5
-    pairs = torch.corrcoef(accepted.T) - torch.eye(20)
-    assert pairs.abs().max() < 5 / 2000**0.5
+    batch["target_log_probs"] = batch["rollout_log_probs"] + torch.tensor(0.3).log()
+
+    accept_mask = correct("mask_only", **batch).accept_mask
+
+    # five standard errors of 2000 draws, whose variance is 0.3 times 0.7
+    assert (accept_mask.mean(0) - 0.3).abs().max() < 5 * (0.21 / 2000) ** 0.5
+
+    correlations = torch.corrcoef(accept_mask.T) - torch.eye(20)
+    assert correlations.abs().max() < 5 / 2000**0.5
 
 
-def test_z_is_the_same_from_logits_and_hidden_states() -> None:
-    given = rollouts()
-    z = z_of(given, temperature=0.8, lam=1.3)
-    lists = {"rollout_top_ids": given["ids"], "rollout_top_log_probs": given["top"]}
-    other = estimate_z(hidden_states=given["hidden"], head=given["head"], temperature=0.8, lam=1.3, **lists)
-    for one, two in zip(z, other, strict=True):
-        assert torch.allclose(one, two, atol=1e-5)
-    exact = obrs.exact_z(given["p_inf"], torch.log_softmax(given["logits"] / 0.8, -1), 1.3)
-    assert (z.lower <= exact + 1e-5).all() and (exact <= z.upper + 1e-5).all()
-    filled = z_of(given, temperature=0.8, lam=1.3, fill_ins=lambda ids: given["p_inf"].gather(-1, ids))
-    assert (filled.value >= z.value - 1e-6).all() and (filled.value > z.value + 1e-3).any()
-    assert (filled.value <= exact + 1e-5).all()
+def test_z_of_logits_and_of_states_is_equal_and_holds_bounds() -> None:
+    batch = rollouts()
+    lists = {"rollout_top_ids": batch["ids"], "rollout_top_log_probs": batch["top"]}
+
+    z = z_of(batch, temperature=0.8, lam=1.3)
+    z_from_states = estimate_z(hidden_states=batch["hidden"], head=batch["head"], temperature=0.8, lam=1.3, **lists)
+
+    for field, field_from_states in zip(z, z_from_states, strict=True):
+        assert torch.allclose(field, field_from_states, atol=1e-5)
+
+    exact_z = obrs.exact_z(batch["p_inf"], torch.log_softmax(batch["logits"] / 0.8, -1), 1.3)
+    assert (z.lower <= exact_z + 1e-5).all()
+    assert (exact_z <= z.upper + 1e-5).all()
+
+    filled_z = z_of(batch, temperature=0.8, lam=1.3, fill_ins=lambda ids: batch["p_inf"].gather(-1, ids))
+    assert (filled_z.value >= z.value - 1e-6).all()
+    assert (filled_z.value > z.value + 1e-3).any()
+    assert (filled_z.value <= exact_z + 1e-5).all()
 
 
-def test_everything_runs_where_tensors_have_no_numbers() -> None:
-    given = rollouts(device="meta")
+def test_corrections_run_on_meta_tensors_without_reading_numbers() -> None:
+    batch = rollouts(device="meta")
     for name in CORRECTIONS:
-        found = correct(name, z=z_of(given), **arguments(given, "advantages"))
-        assert found.weights.is_meta and all(value.is_meta for value in found.metrics.values())
+        result = correct(name, z=z_of(batch), **arguments(batch, "advantages"))
+        assert result.weights.is_meta
+        assert all(value.is_meta for value in result.metrics.values())
 
 
 @pytest.mark.parametrize(
@@ -184,88 +219,109 @@ def test_what_cannot_be_corrected_is_named(name: str, change: dict[str, Any], me
     ],
 )
 def test_what_z_cannot_be_estimated_from_is_named(change: dict[str, Any], message: str) -> None:
-    given = rollouts()
-    lists = {"rollout_top_ids": given["ids"], "rollout_top_log_probs": given["top"], "policy_logits": given["logits"]}
+    batch = rollouts()
+    lists = {"rollout_top_ids": batch["ids"], "rollout_top_log_probs": batch["top"], "policy_logits": batch["logits"]}
     with pytest.raises(JackpotError, match=re.escape(message)):
         estimate_z(**{**lists, **change})
 
 
 @pytest.mark.parametrize("shape", [(K,), (3, K), (3, 0), (2, 3, 1)])
 def test_z_has_the_shape_of_the_positions(shape: tuple[int, ...]) -> None:
-    given = rollouts()
+    batch = rollouts()
     hidden = torch.randn(*shape[:-1], H)
-    logits = given["head"](hidden).detach()
+    logits = batch["head"](hidden).detach()
     top, ids = torch.log_softmax(logits + torch.randn_like(logits), -1).topk(shape[-1], -1)
     lists = {"rollout_top_ids": ids, "rollout_top_log_probs": top}
+
     z = estimate_z(policy_logits=logits, **lists)
-    other = estimate_z(hidden_states=hidden, head=given["head"], **lists)
+    z_from_states = estimate_z(hidden_states=hidden, head=batch["head"], **lists)
+
     assert z.value.shape == shape[:-1]
-    for one, two in zip(z, other, strict=True):
-        assert one.shape == two.shape and torch.allclose(one, two, atol=1e-5)
+    for field, field_from_states in zip(z, z_from_states, strict=True):
+        assert field.shape == field_from_states.shape
+        assert torch.allclose(field, field_from_states, atol=1e-5)
 
 
-def test_an_id_without_a_token_says_nothing() -> None:
-    given = rollouts()
-    fill_ins = {"with": lambda ids: given["p_inf"].gather(-1, ids), "without": None}
-    exact = obrs.exact_z(given["p_inf"], torch.log_softmax(given["logits"], -1), 1.0)
-    short = given["top"].index_fill(-1, torch.arange(3, K), -torch.inf)
-    for fill_in in fill_ins.values():
-        found = []
-        for ids in (given["ids"], given["logits"].topk(K, -1).indices, torch.zeros_like(given["ids"])):
-            named = torch.where(short.isneginf(), ids, given["ids"])
-            found.append(z_of(given | {"ids": named, "top": short}, fill_ins=fill_in))
-        z = found[0]
-        assert all(torch.equal(one, two) for other in found[1:] for one, two in zip(z, other, strict=True))
-        assert (z.lower <= exact + 1e-5).all() and (exact <= z.upper + 1e-5).all()
-        assert (z.value <= z_of(given, fill_ins=fill_in).value + 1e-6).all()
+def test_an_id_whose_log_prob_is_minus_infinity_says_nothing() -> None:
+    batch = rollouts()
+    fill_ins = (lambda ids: batch["p_inf"].gather(-1, ids), None)
+    exact_z = obrs.exact_z(batch["p_inf"], torch.log_softmax(batch["logits"], -1), 1.0)
+    short_top = batch["top"].index_fill(-1, torch.arange(3, K), -torch.inf)
+
+    for fill_in in fill_ins:
+        estimates = []
+        for ids in (batch["ids"], batch["logits"].topk(K, -1).indices, torch.zeros_like(batch["ids"])):
+            listed_ids = torch.where(short_top.isneginf(), ids, batch["ids"])
+            estimates.append(z_of(batch | {"ids": listed_ids, "top": short_top}, fill_ins=fill_in))
+        z, *other_estimates = estimates
+
+        for other_z in other_estimates:
+            assert all(torch.equal(field, other_field) for field, other_field in zip(z, other_z, strict=True))
+        assert (z.lower <= exact_z + 1e-5).all()
+        assert (exact_z <= z.upper + 1e-5).all()
+        assert (z.value <= z_of(batch, fill_ins=fill_in).value + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-@pytest.mark.parametrize("own_point", [False, True])
-def test_a_token_that_is_never_sampled_leaves_the_loss_finite(name: str, own_point: bool) -> None:
-    given = rollouts()
-    point = given["target_log_probs"] - 0.5 if own_point else None
-    given["target_log_probs"][0, 0] = -torch.inf
+@pytest.mark.parametrize("has_proximal", [False, True])
+def test_a_token_that_is_never_sampled_leaves_the_loss_finite(name: str, has_proximal: bool) -> None:
+    batch = rollouts()
+    proximal_log_probs = batch["target_log_probs"] - 0.5 if has_proximal else None
+    batch["target_log_probs"][0, 0] = -torch.inf
     settings = {"c2": None} if name in ("obrs", "reweight_only", "target_only", "coin_only") else {}
     z = torch.full((B, T), 0.8)
-    found = correct(name, z=z, proximal_log_probs=point, **arguments(given, "advantages"), **settings)
-    assert given["response_mask"][0, 0] and found.weights.isfinite().all() and found.accept_mask.isfinite().all()
+    assert batch["response_mask"][0, 0]  # the token counts
+
+    result = correct(name, z=z, proximal_log_probs=proximal_log_probs, **arguments(batch, "advantages"), **settings)
+
+    assert result.weights.isfinite().all()
+    assert result.accept_mask.isfinite().all()
+
     if name in ("obrs", "mask_only", "coin_only", "tis", "target_only"):
-        assert found.weights[0, 0] * found.accept_mask[0, 0] == 0.0
+        assert result.weights[0, 0] * result.accept_mask[0, 0] == 0.0
 
 
 @pytest.mark.parametrize("fault", ["a token twice", "raw scores"])
 def test_a_list_that_is_no_distribution_has_no_z(fault: str) -> None:
-    given = rollouts()
-    whole, place = z_of(given).value, (0, 0)
-    given["top"][1, 0, -2:] = -torch.inf
-    given["ids"][1, 0, -2:] = given["ids"][1, 0, 0]
+    batch = rollouts()
+    full_z = z_of(batch).value
+    position = (0, 0)
+    batch["top"][1, 0, -2:] = -torch.inf
+    batch["ids"][1, 0, -2:] = batch["ids"][1, 0, 0]
+
     if fault == "a token twice":
-        given["ids"][place][1] = given["ids"][place][0]
+        batch["ids"][position][1] = batch["ids"][position][0]
     else:
-        given["top"][place] = 0.0
-    z = z_of(given)
-    assert z.value.isnan().nonzero().tolist() == [[*place]]
-    others = torch.ones(B, T, dtype=torch.bool)
-    others[0, 0] = others[1, 0] = False
-    assert z.value[others].equal(whole[others]) and 0 < z.value[1, 0] <= whole[1, 0]
-    given["response_mask"][place] = False
-    assert correct("obrs", z=z, **arguments(given)).weights.isfinite().all()
-    given["response_mask"][place] = True
+        batch["top"][position] = 0.0
+
+    z = z_of(batch)
+
+    assert z.value.isnan().nonzero().tolist() == [[*position]]
+
+    is_other = torch.ones(B, T, dtype=torch.bool)
+    is_other[0, 0] = False
+    is_other[1, 0] = False
+    assert z.value[is_other].equal(full_z[is_other])
+    assert 0 < z.value[1, 0] <= full_z[1, 0]
+
+    batch["response_mask"][position] = False
+    assert correct("obrs", z=z, **arguments(batch)).weights.isfinite().all()
+
+    batch["response_mask"][position] = True
     with pytest.raises(JackpotError, match=r"z holds 1 numbers that are not finite .* names a token twice"):
-        correct("obrs", z=z, **arguments(given))
+        correct("obrs", z=z, **arguments(batch))
 
 
 def test_masked_logits_give_the_z_of_a_truncated_policy() -> None:
-    given = rollouts()
-    is_kept = torch.zeros(B, T, V, dtype=torch.bool).scatter(-1, given["ids"], True)
-    rollout = given["p_inf"].masked_fill(~is_kept, -torch.inf).log_softmax(-1)
-    logits = given["logits"].masked_fill(~is_kept, -torch.inf)
+    batch = rollouts()
+    is_kept = torch.zeros(B, T, V, dtype=torch.bool).scatter(-1, batch["ids"], True)
+    rollout = batch["p_inf"].masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+    logits = batch["logits"].masked_fill(~is_kept, -torch.inf)
+    top = rollout.gather(-1, batch["ids"])
 
-    top = rollout.gather(-1, given["ids"])
-    z = estimate_z(rollout_top_ids=given["ids"], rollout_top_log_probs=top, policy_logits=logits)
+    z = estimate_z(rollout_top_ids=batch["ids"], rollout_top_log_probs=top, policy_logits=logits)
 
-    exact = obrs.exact_z(rollout, logits.log_softmax(-1), 1.0)
-    torch.testing.assert_close(z.value, exact)
-    torch.testing.assert_close(z.upper, exact)
+    exact_z = obrs.exact_z(rollout, logits.log_softmax(-1), 1.0)
+    torch.testing.assert_close(z.value, exact_z)
+    torch.testing.assert_close(z.upper, exact_z)
     torch.testing.assert_close(z.target_mass, torch.ones(B, T))

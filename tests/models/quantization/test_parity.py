@@ -35,7 +35,7 @@ IDS = torch.randint(2, 32, (11, 24), generator=torch.Generator().manual_seed(0))
 
 
 def side(scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementation: str = "eager") -> PreTrainedModel:
-    """The model in bfloat16 as the learner or the engine would have it."""
+    """Return the model in bfloat16 as the learner or the engine would have it."""
     model = load_model(PATH, torch.bfloat16)
     set_attention(model, attn_implementation, fp8_cache)
     if scheme is not None:
@@ -45,6 +45,7 @@ def side(scheme: Scheme | None = None, fp8_cache: bool = False, attn_implementat
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, batch: int = 11) -> Tensor:
+    """Return the logits of all 11 sequences, computed in batches of this size."""
     return torch.cat([model(ids, use_cache=False).logits for ids in IDS.split(batch)])
 
 
@@ -54,12 +55,15 @@ def logits(model: PreTrainedModel, batch: int = 11) -> Tensor:
 )
 def test_the_same_precision_is_the_same_bit_for_bit(scheme, fp8_cache):
     sampler, learner = (side(scheme, fp8_cache) for _ in range(2))
-    whole = logits(sampler)
-    assert torch.equal(logits(learner), whole)
+    full_logits = logits(sampler)
+
+    assert torch.equal(logits(learner), full_logits)
+
     if not torch.equal(logits(side(), 1), logits(side())):
         pytest.skip("torch's own product in bfloat16, of attention and output layer, depends on the batch here")
+
     for batch in (5, 1):
-        assert torch.equal(logits(learner, batch), whole)
+        assert torch.equal(logits(learner, batch), full_logits)
 
 
 def test_an_engine_scores_what_a_converted_copy_computes():
@@ -69,27 +73,31 @@ def test_an_engine_scores_what_a_converted_copy_computes():
     learner = side(FP8, fp8_cache=True)
     task = make_task(ArithmeticConfig(), load_tokenizer(PATH))
     requests = [
-        Request(uid=f"{n}", prompt=task.prompt("test", n), seed=n, sampling=Sampling(max_new_tokens=10))
-        for n in range(4)
+        Request(uid=f"{index}", prompt=task.prompt("test", index), seed=index, sampling=Sampling(max_new_tokens=10))
+        for index in range(4)
     ]
+
     with closing(make_engine(settings, PATH, torch.device("cpu"), Version(0, 0))) as engine:
         rollouts = engine.generate(requests)
-        alone = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
-    for rollout, score in zip(rollouts, alone, strict=True):
+        # each alone in its batch
+        engine_scores = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
+
+    for rollout, engine_score in zip(rollouts, engine_scores, strict=True):
         with torch.no_grad():
             hidden, ids, _ = forward_rollouts(learner, [rollout])
             log_probs = token_log_probs(learner, hidden[0], ids[0], 1.0, top_k=0, top_p=1.0)
-        assert torch.equal(log_probs, score)
+        assert torch.equal(log_probs, engine_score)
 
 
 def float32_product(layer: QuantizedLinear, inputs: Tensor) -> Tensor:
-    """The same codes, added up by BLAS in float32."""
+    """Return the product of the same codes, added up by BLAS in float32."""
     rows = quantize(inputs.reshape(-1, layer.in_features), layer.scheme.activations)
     outputs = dequantize(rows, torch.float32) @ dequantize(layer.quantized, torch.float32).T
     return outputs.to(inputs.dtype).reshape(*inputs.shape[:-1], layer.out_features)
 
 
 def with_other_product() -> PreTrainedModel:
+    """Return the FP8 model with float32 scales whose layers multiply with `float32_product`."""
     model = side(FLOAT_SCALES)
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
@@ -98,6 +106,7 @@ def with_other_product() -> PreTrainedModel:
 
 
 def with_one_code_changed() -> PreTrainedModel:
+    """Return the FP8 model with another exponent in one code of one layer."""
     model = side(FP8)
     codes = model.model.layers[0].mlp.down_proj.codes
     codes.view(torch.uint8)[3, 4] ^= 8  # its exponent, by one
@@ -127,6 +136,7 @@ CONTROLS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], PreTrained
 @pytest.mark.parametrize("control", CONTROLS)
 def test_anything_else_is_another_distribution(control):
     learner, sampler = (make() for make in CONTROLS[control])
-    ours, theirs = (logits(model).double().log_softmax(-1) for model in (sampler, learner))
-    kl = (ours.exp() * (ours - theirs)).sum(-1).mean()
-    assert kl > 1e-9 and (ours.exp() - theirs.exp()).abs().max() > 1e-6
+    sampler_log_probs, learner_log_probs = (logits(model).double().log_softmax(-1) for model in (sampler, learner))
+    kl = (sampler_log_probs.exp() * (sampler_log_probs - learner_log_probs)).sum(-1).mean()
+    assert kl > 1e-9
+    assert (sampler_log_probs.exp() - learner_log_probs.exp()).abs().max() > 1e-6

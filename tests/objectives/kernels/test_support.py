@@ -1,4 +1,6 @@
-"""A policy renormalized on what a sampler kept: its log-probs, their gradient, and what that gradient is of."""
+"""A policy renormalized on the tokens that a sampler kept: its log-probs are those of the softmax over these tokens,
+and corrections of them have the gradient of the truncated policy.
+"""
 
 import pytest
 import torch
@@ -8,12 +10,12 @@ from helpers.naive_head import N, V, assert_same_gradients, leaves, naive_log_pr
 from jackpot.objectives.kernels import support
 from jackpot.objectives.kernels.support import support_log_probs
 
-KEPT = 4
+KEPT = 4  # ids of a position
 TEMPERATURE = 0.7
 
 
-def listed(seed: int = 3) -> tuple[Tensor, Tensor]:
-    """Five distinct ids of each position, of which some are kept."""
+def listed_ids(seed: int = 3) -> tuple[Tensor, Tensor]:
+    """Return five distinct ids of each position, and which of them are kept."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(V, generator=generator)[: KEPT + 1] for _ in range(N)])
     is_kept = torch.ones(N, KEPT + 1, dtype=torch.bool)
@@ -22,60 +24,63 @@ def listed(seed: int = 3) -> tuple[Tensor, Tensor]:
     return ids, is_kept
 
 
-def naive(log_probs: Tensor, sampled: Tensor, ids: Tensor, is_kept: Tensor) -> Tensor:
-    """The same over the whole vocabulary."""
-    outside = torch.ones_like(log_probs, dtype=torch.bool)
-    for row, (token, of_row, kept) in enumerate(zip(sampled, ids, is_kept, strict=True)):
-        outside[row, of_row[kept]] = False
-        outside[row, token] = False
-    return log_probs.masked_fill(outside, -torch.inf).log_softmax(-1)
+def naive_support_log_probs(log_probs: Tensor, sampled: Tensor, ids: Tensor, is_kept: Tensor) -> Tensor:
+    """Return the renormalized log-probs over the whole vocabulary, -inf outside of sampled and kept tokens."""
+    is_outside = torch.ones_like(log_probs, dtype=torch.bool)
+    for row, (token, row_ids, row_is_kept) in enumerate(zip(sampled, ids, is_kept, strict=True)):
+        is_outside[row, row_ids[row_is_kept]] = False
+        is_outside[row, token] = False
+    return log_probs.masked_fill(is_outside, -torch.inf).log_softmax(-1)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "soft_cap"])
 @pytest.mark.parametrize("gathered", [1, 2**24])
-def test_it_is_the_softmax_over_the_kept_ids(kind, gathered, monkeypatch):
+def test_log_probs_are_the_softmax_over_the_kept_ids(kind, gathered, monkeypatch):
     monkeypatch.setattr(support, "_GATHERED", gathered)
     head = random_head(1, kind)
-    ids, is_kept = listed()
+    ids, is_kept = listed_ids()
     sampled = ids[:, 0].clone()
     sampled[1] = next(token for token in range(V) if token not in ids[1])  # sampled, and in no list
 
-    log_probs, of_list = support_log_probs(head, sampled, ids, is_kept, TEMPERATURE)
-    wanted = naive(naive_log_probs(head, TEMPERATURE), sampled, ids, is_kept)
+    log_probs, listed_log_probs = support_log_probs(head, sampled, ids, is_kept, TEMPERATURE)
 
-    of_sampled = wanted.gather(1, sampled[:, None])[:, 0]
-    torch.testing.assert_close(log_probs, of_sampled)
-    torch.testing.assert_close(of_list, wanted.detach().gather(1, ids).masked_fill(~is_kept, -torch.inf))
-    assert not of_list.requires_grad
+    expected = naive_support_log_probs(naive_log_probs(head, TEMPERATURE), sampled, ids, is_kept)
+    expected_log_probs = expected.gather(1, sampled[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected_log_probs)
+    torch.testing.assert_close(listed_log_probs, expected.detach().gather(1, ids).masked_fill(~is_kept, -torch.inf))
+    assert not listed_log_probs.requires_grad
 
     coefficients = torch.arange(N, dtype=torch.float64) - 2.5
-    assert_same_gradients((log_probs * coefficients).sum(), (of_sampled * coefficients).sum(), leaves(head))
+    assert_same_gradients((log_probs * coefficients).sum(), (expected_log_probs * coefficients).sum(), leaves(head))
 
 
-def test_its_gradient_is_that_of_the_truncated_policy():
+def test_corrected_gradients_are_those_of_the_truncated_policy():
     """Sum over what can be sampled, p_inf w A grad log p: of the mean of A with w = rho, of Z times that with OBRS."""
     head = random_head(2, n=1)
-    kept, advantages = torch.tensor([[7, 2, 9]]), torch.tensor([1.5, -0.4, 0.3], dtype=torch.float64)
+    kept_ids = torch.tensor([[7, 2, 9]])
+    advantages = torch.tensor([1.5, -0.4, 0.3], dtype=torch.float64)
     p_inf = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    everything = torch.ones_like(kept, dtype=torch.bool)
+    is_kept = torch.ones_like(kept_ids, dtype=torch.bool)
 
-    policy = naive(naive_log_probs(head, 1.0), kept[0, :1], kept, everything)[0].exp()
-    wanted = torch.autograd.grad((policy[kept[0]] * advantages).sum(), leaves(head))
+    policy = naive_support_log_probs(naive_log_probs(head, 1.0), kept_ids[0, :1], kept_ids, is_kept)[0].exp()
+    expected_gradients = torch.autograd.grad((policy[kept_ids[0]] * advantages).sum(), leaves(head))
 
     lam = 1.3
-    z = torch.minimum(p_inf, policy[kept[0]].detach() / lam).sum()
+    z = torch.minimum(p_inf, policy[kept_ids[0]].detach() / lam).sum()
     sums = {"rho": 0.0, "obrs": 0.0, "untruncated": 0.0}
-    for column, token in enumerate(kept[0]):
-        log_prob = support_log_probs(head, token[None], kept, everything, 1.0)[0][0]
+    for column, token in enumerate(kept_ids[0]):
+        log_prob = support_log_probs(head, token[None], kept_ids, is_kept, 1.0)[0][0]
         rho = (log_prob.exp() / p_inf[column]).detach()
-        accepted, weight = (rho / lam).clamp(max=1.0), z * rho.clamp(min=lam)
+        acceptance = (rho / lam).clamp(max=1.0)
+        weight = z * rho.clamp(min=lam)
         sums["rho"] += p_inf[column] * rho * advantages[column] * log_prob
-        sums["obrs"] += p_inf[column] * accepted * weight * advantages[column] * log_prob
+        sums["obrs"] += p_inf[column] * acceptance * weight * advantages[column] * log_prob
 
-        whole = naive_log_probs(head, 1.0)[0, token]
-        sums["untruncated"] += p_inf[column] * (whole.exp() / p_inf[column]).detach() * advantages[column] * whole
+        full_log_prob = naive_log_probs(head, 1.0)[0, token]
+        full_rho = (full_log_prob.exp() / p_inf[column]).detach()
+        sums["untruncated"] += p_inf[column] * full_rho * advantages[column] * full_log_prob
 
     gradients = {name: torch.autograd.grad(total, leaves(head), retain_graph=True) for name, total in sums.items()}
-    torch.testing.assert_close(gradients["rho"], wanted)
-    torch.testing.assert_close(gradients["obrs"], tuple(z * part for part in wanted))
-    assert (gradients["untruncated"][0] - wanted[0]).abs().max() > 0.1 * wanted[0].abs().max()
+    torch.testing.assert_close(gradients["rho"], expected_gradients)
+    torch.testing.assert_close(gradients["obrs"], tuple(z * gradient for gradient in expected_gradients))
+    assert (gradients["untruncated"][0] - expected_gradients[0]).abs().max() > 0.1 * expected_gradients[0].abs().max()
