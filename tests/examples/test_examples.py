@@ -45,11 +45,10 @@ def assert_trained(lines: Sequence[Mapping[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "own_reward_model" else ()) for name in EXAMPLES[1:]
-    ],  # the next test runs the first by its command
+    [pytest.param(name, marks=pytest.mark.slow if name == "own_reward_model" else ()) for name in EXAMPLES[1:]],
 )
 def test_an_example_trains(name: str, tmp_path: Path) -> None:
+    """All but the first, which the next test runs by its command."""
     config = resolve(f"examples/{name}.yaml", None, SHORT)
 
     assert_trained(run(config, tmp_path))

@@ -38,7 +38,7 @@ def test_the_links_of_the_notebook_lead_somewhere() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_in_five_minutes_of_a_core() -> None:
+def test_the_notebook_runs_in_five_minutes_and_obrs_ends_ahead() -> None:
     nbformat, nbclient, _ = (pytest.importorskip(name, reason="make test-all installs it") for name in PACKAGES)
     start_usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 
@@ -47,7 +47,7 @@ def test_the_notebook_runs_in_five_minutes_of_a_core() -> None:
 
     end_usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = end_usage.ru_utime + end_usage.ru_stime - start_usage.ru_utime - start_usage.ru_stime
-    assert cpu_seconds < 300
+    assert cpu_seconds < 300  # of one core
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     pictures = [output for output in outputs if "image/png" in output.get("data", ())]
