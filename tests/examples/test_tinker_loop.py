@@ -112,9 +112,7 @@ def test_both_gradients_are_those_of_the_papers_objective(loop, clients):
         ]
     )
     torch.testing.assert_close(rollout_log_probs.where(mask, 0.0), reported_log_probs, atol=1e-5, rtol=1e-5)
-    z = pad([obrs.exact_z(rollout_rows, policy_rows, 1.0) for policy_rows, rollout_rows in distribution_pairs]).where(
-        mask, 1.0
-    )
+    z_rows = [obrs.exact_z(rollout_rows, policy_rows, 1.0) for policy_rows, rollout_rows in distribution_pairs]
     corrected = correct(
         "obrs",
         rollout_log_probs=reported_log_probs,
