@@ -33,7 +33,7 @@ from jackpot.rollout.engines import process
 from jackpot.training.ranks import Ranks
 
 FAULTS = ("last", "late", "cut", "stalled", "repeated", "fuzzed", "noise")
-_AGAIN = 0.05  # seconds after which a message comes a second time
+_REPEAT_SECONDS = 0.05  # after which a message comes a second time
 Send = Callable[[bytes], Any]
 
 
@@ -45,13 +45,13 @@ def sealed(body: bytes) -> Tensor:
 def fuzzed(message: bytes, seed: int = 0) -> bytes:
     """Return a message in which some bytes of its second half are others."""
     draw, data = random.Random(seed), bytearray(message)
-    for place in draw.choices(range(len(data) // 2, len(data)), k=3):
-        data[place] ^= draw.randrange(1, 256)
+    for index in draw.choices(range(len(data) // 2, len(data)), k=3):
+        data[index] ^= draw.randrange(1, 256)
     return bytes(data)
 
 
 class Tap:
-    """What happens to one message.
+    """Does something to one message.
 
     Args:
         kind: of the message.
@@ -75,10 +75,10 @@ class Tap:
         """Count a message; return whether it is the one."""
         with self._turn:
             self.seen[kind] += 1
-            hit = kind == self.kind and self.seen[kind] == self.number
-            if hit and self.note:
+            is_hit = kind == self.kind and self.seen[kind] == self.number
+            if is_hit and self.note:
                 self.note.touch()
-            return hit
+            return is_hit
 
     def hand_on(self, kind: str, message: bytes, send: Send, end: Callable[[], None]) -> None:
         """Send a message, altered where it is the one.
@@ -106,7 +106,7 @@ class Tap:
                 raise ConnectionError
             case "repeated":
                 send(message)
-                time.sleep(_AGAIN)
+                time.sleep(_REPEAT_SECONDS)
                 send(message)
             case "fuzzed":
                 send(fuzzed(message, self.seed))
@@ -124,9 +124,9 @@ def _relay(read: Callable[[], tuple[str, bytes]], send: Send, tap: Tap, end: Cal
     with suppress(OSError, EOFError):
         while True:
             tap.hand_on(*read(), send, end)
-    for one in ends:
+    for connection in ends:
         with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 # Engine processes
@@ -138,11 +138,12 @@ def tapped(start: process.Start, tap: Tap) -> process.Start:
     Kinds of messages are `setup`, what is asked for (`generate`), `answer to generate` and so on, and `sign`.
     """
 
-    async def begin(theirs: socket.socket) -> asyncio.subprocess.Process:
-        near, far = socket.socketpair()
-        ours = theirs.dup()
-        child = await start(far)
-        far.close()
+    async def begin(child_end: socket.socket) -> asyncio.subprocess.Process:
+        # the child gets the far end of a new pair; messages go from `parent_side` to `child_side` and back
+        child_side, far_end = socket.socketpair()
+        parent_side = child_end.dup()
+        child = await start(far_end)
+        far_end.close()
         asked = ["setup"]
 
         def frame(stream: Any) -> bytes:
@@ -166,9 +167,10 @@ def tapped(start: process.Start, tap: Tap) -> process.Start:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
-        for source, target, read, end in ((ours, near, ask, die), (near, ours, answer, kill)):
+        directions = ((parent_side, child_side, ask, die), (child_side, parent_side, answer, kill))
+        for source, target, read, end in directions:
             stream = source.makefile("rb")
-            relay = (partial(read, stream), target.sendall, tap, end, (ours, near))
+            relay = (partial(read, stream), target.sendall, tap, end, (parent_side, child_side))
             threading.Thread(target=_relay, args=relay, daemon=True).start()
         return child
 
@@ -196,7 +198,8 @@ class TCPTap:
             client, _ = self._listener.accept()
             server = socket.create_connection(("127.0.0.1", self._server))
             ask, answer = self._readers()
-            for source, target, read, end in ((client, server, ask, die), (server, client, answer, self._end)):
+            directions = ((client, server, ask, die), (server, client, answer, self._end))
+            for source, target, read, end in directions:
                 stream = source.makefile("rb")
                 relay = (partial(read, stream), target.sendall, self._tap, end, (client, server))
                 threading.Thread(target=_relay, args=relay, daemon=True).start()
@@ -208,12 +211,12 @@ class TCPTap:
     def _readers(self) -> tuple[Callable, Callable]:
         """Return what reads a message and its kind from each side of a new connection."""
 
-        def some(kind: str, stream: Any) -> tuple[str, bytes]:
+        def read_some(kind: str, stream: Any) -> tuple[str, bytes]:
             if not (data := stream.read1()):
                 raise EOFError
             return kind, data
 
-        return partial(some, "sent"), partial(some, "received")
+        return partial(read_some, "sent"), partial(read_some, "received")
 
 
 class HTTPTap(TCPTap):
@@ -231,7 +234,7 @@ class HTTPTap(TCPTap):
                 lines.append(line)
             if not line:
                 raise EOFError
-            sizes = [one for one in lines if one.lower().startswith(b"content-length:")]
+            sizes = [header for header in lines if header.lower().startswith(b"content-length:")]
             body = stream.read(int(sizes[0].partition(b":")[2])) if sizes else b""
             return b"".join([*lines, line]), body
 
@@ -365,12 +368,12 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
         if tap.fault == "late":
             time.sleep(tap.late)
         if tap.fault == "noise":
-            other = torch.tensor([draw.randrange(-(2**63), 2**63) for _ in range(2)])
-            parts[0] = (other, *parts[0][1:])
+            other_length = torch.tensor([draw.randrange(-(2**63), 2**63) for _ in range(2)])
+            parts[0] = (other_length, *parts[0][1:])
         if tap.fault == "fuzzed":
-            tensor, *where = parts[-1]
+            tensor, *target = parts[-1]
             data = fuzzed(tensor.numpy().tobytes(), tap.seed)
-            parts[-1] = (torch.frombuffer(bytearray(data), dtype=tensor.dtype), *where)
+            parts[-1] = (torch.frombuffer(bytearray(data), dtype=tensor.dtype), *target)
         for index, part in enumerate(parts):
             send(*part)
             if index == 0 and tap.fault == "cut":
@@ -388,13 +391,17 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
             time.sleep(0.3)
             for descriptor in _connections():
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.send(bytes(5)) if tap.fault == "stalled" else connection.shutdown(socket.SHUT_RDWR)
+                    if tap.fault == "stalled":
+                        connection.send(bytes(5))  # half of a frame
+                    else:
+                        connection.shutdown(socket.SHUT_RDWR)
         all_gather(rows, message)
 
     def _connections() -> list[int]:
-        """The descriptors of gloo's connections to the other ranks."""
-        store, every = int(os.environ["MASTER_PORT"]), psutil.Process().net_connections("tcp")
-        return [one.fd for one in every if one.raddr and store not in (one.laddr.port, one.raddr.port)]
+        """Return the descriptors of gloo's connections to the other ranks."""
+        store_port = int(os.environ["MASTER_PORT"])
+        connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
+        return [each.fd for each in connections if store_port not in (each.laddr.port, each.raddr.port)]
 
     class Store(dist.PrefixStore):
         def set(self, key: str, value: bytes) -> None:

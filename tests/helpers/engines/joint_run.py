@@ -24,6 +24,8 @@ ITERATIONS, PROMPTS, GROUP = 4, 4, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
+    """What one iteration of the run generated and measured."""
+
     version: Version  # of the learner before its update
     rollouts: list[Rollout]
     metrics: Sums
@@ -46,8 +48,8 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         [micro_batches] = learner.compute_old_log_probs(list(steps))
         result, _ = learner.update(micro_batches)
         history.append(Iteration(version=version, rollouts=rollouts, metrics=result.metrics))
-        held = engine.update_weights(learner.weights("rollout_model"), learner.version)
-        assert held == weights_digest(learner.weights("rollout_model"), engine.capabilities.dtype)
+        digest = engine.update_weights(learner.weights("rollout_model"), learner.version)
+        assert digest == weights_digest(learner.weights("rollout_model"), engine.capabilities.dtype)
         assert engine.version == learner.version
     return history
 
@@ -61,12 +63,14 @@ def check_joint_run(make_engine: Callable[[Path, Version], Engine], policy: Path
     engine = make_engine(rollout_model, Version(0, 0))
     history = joint_run(engine, policy, rollout_model)
     engine.close()
+
     for iteration in history:
-        assert all(row == list(iteration.version) for r in iteration.rollouts for row in r.versions.tolist())
+        token_versions = [version for rollout in iteration.rollouts for version in rollout.versions.tolist()]
+        assert all(version == list(iteration.version) for version in token_versions)
         assert iteration.metrics["mismatch/engine_gap_max"].value < gap
     assert history[-1].version == Version(ITERATIONS - 1, ITERATIONS - 1)
-    kl = [float(iteration.metrics["mismatch/kl_rollout_policy"].value) for iteration in history]
-    assert kl[-1] < 0.8 * kl[0]  # distillation: the engine's model follows the policy
+    divergences = [float(iteration.metrics["mismatch/kl_rollout_policy"].value) for iteration in history]
+    assert divergences[-1] < 0.8 * divergences[0]  # distillation: the engine's model follows the policy
 
 
 def _config(engine: Engine) -> Config:

@@ -29,19 +29,20 @@ class Step(NamedTuple):
     batch: int  # number of the rollout batch, from 1
 
     def log_probs(self, biased: Tensor | None = None, **changes: float) -> Tensor:
-        """The log-probs after temperature, top-k and top-p, as asked or changed."""
+        """Return the log-probs after temperature, top-k and top-p, as asked or changed."""
         asked: Body = {**self.asked, **changes}
         logits = (self.logits if biased is None else biased) / asked["temperature"]
         if asked["top_k"]:
             logits = logits.masked_fill(logits < logits.topk(asked["top_k"]).values[:, -1:], -torch.inf)
         order = logits.sort(dim=-1, descending=True)
-        before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
-        dropped = (before >= asked["top_p"]).scatter(1, order.indices, before >= asked["top_p"])
-        return logits.masked_fill(dropped & (asked["top_p"] < 1.0), -torch.inf).log_softmax(-1)
+        mass_before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
+        is_tail = mass_before >= asked["top_p"]  # in the order of probability
+        is_dropped = is_tail.scatter(1, order.indices, is_tail)
+        return logits.masked_fill(is_dropped & (asked["top_p"] < 1.0), -torch.inf).log_softmax(-1)
 
 
 def honest(step: Step) -> tuple[Tensor, Tensor]:
-    """The distributions that a server samples from, and that it reports."""
+    """Return the distributions that a server samples from, and that it reports: the same."""
     return step.log_probs(), step.log_probs()
 
 
@@ -102,14 +103,16 @@ class ModelServer(ScriptedServer):
             except Exception as error:  # ends the requests, and so the test
                 choices = [error] * len(bodies)
             for future, choice in zip(futures, choices, strict=True):
-                (future.set_exception if isinstance(choice, Exception) else future.set_result)(choice)
+                if isinstance(choice, Exception):
+                    future.set_exception(choice)
+                else:
+                    future.set_result(choice)
 
     @torch.no_grad()
     def _decode(self, sent: list[Body]) -> list[Choice]:
         bodies = [self._lie.request(dict(body)) for body in sent]
-        longest, length = (
-            max(sizes) for sizes in ([len(b["prompt"]) for b in bodies], [b["max_tokens"] for b in bodies])
-        )
+        longest = max(len(body["prompt"]) for body in bodies)
+        length = max(body["max_tokens"] for body in bodies)
         padding = torch.tensor([longest - len(body["prompt"]) for body in bodies])[:, None]
         ids = torch.tensor([[0] * (longest - len(body["prompt"])) + body["prompt"] for body in bodies])
         draws = torch.tensor(np.array([np.random.default_rng(body["seed"]).random(length) for body in bodies]))
@@ -136,21 +139,22 @@ class ModelServer(ScriptedServer):
 
 
 def _choice(body: Body, tokens: list[int], log_probs: Tensor) -> Choice:
-    """The answer to one request: its tokens [T], up to a stop token, and the distributions [T, V] they are of."""
-    ends = [place for place, token in enumerate(tokens[: body["max_tokens"]]) if token in body["stop_token_ids"]]
+    """Return the answer to one request: its tokens [T] up to a stop token, and the distributions [T, V] of these."""
+    ends = [index for index, token in enumerate(tokens[: body["max_tokens"]]) if token in body["stop_token_ids"]]
     tokens = tokens[: ends[0] + 1 if ends else body["max_tokens"]]
     log_probs = log_probs.clamp(min=-9999.0)
-    own = log_probs[torch.arange(len(tokens)), tokens].tolist()
+    sampled_log_probs = log_probs[torch.arange(len(tokens)), tokens].tolist()
     top = log_probs[: len(tokens)].topk(body["logprobs"])
-    rows = zip(tokens, own, top.indices.tolist(), top.values.tolist(), strict=True)
+    rows = zip(tokens, sampled_log_probs, top.indices.tolist(), top.values.tolist(), strict=True)
     return {
         "finish_reason": "stop" if ends else "length",
         "token_ids": tokens,
         "prompt_token_ids": body["prompt"],
         "logprobs": {
-            "token_logprobs": own,
+            "token_logprobs": sampled_log_probs,
             "top_logprobs": [
-                {f"token_id:{token}": value} | {f"token_id:{one}": log for one, log in zip(ids, logs, strict=True)}
+                {f"token_id:{token}": value}
+                | {f"token_id:{top_id}": log for top_id, log in zip(ids, logs, strict=True)}
                 for token, value, ids, logs in rows
             ],
         },
