@@ -36,8 +36,8 @@ def trainer_run(tmp_path_factory: pytest.TempPathFactory) -> TrainerRun:
     folder = tmp_path_factory.mktemp("trained")
     rates = [f"{role}.optimizer.learning_rate={rate}" for role, rate in minimal.LEARNING_RATE.items()]
     batch = [f"batch.prompts={PROMPTS}", f"batch.group_size={minimal.GROUP}"]
-    quick = ["evaluation.problems=2", "evaluation.every=3", "checkpoint.every=3", "rollouts.every=1", "threads=1"]
-    lines = run(resolve("quickstart", None, [f"iterations={STEPS}", *rates, *batch, *quick]), folder)
+    brevity = ["evaluation.problems=2", "evaluation.every=3", "checkpoint.every=3", "rollouts.every=1", "threads=1"]
+    lines = run(resolve("quickstart", None, [f"iterations={STEPS}", *rates, *batch, *brevity]), folder)
     return TrainerRun(folder, lines[1:])  # without the line of the start
 
 
@@ -107,6 +107,11 @@ def test_its_metrics_are_the_trainers(trainer_run: TrainerRun, page: Page) -> No
         assert metrics["obrs/kappa"] != 1.0
 
 
+def distance(weights: dict[str, torch.Tensor], other_weights: dict[str, torch.Tensor]) -> float:
+    """Return the Euclidean distance of two models."""
+    return sum(float((weight - other_weights[name]).square().sum()) for name, weight in weights.items()) ** 0.5
+
+
 def test_its_weights_are_the_trainers(trainer_run: TrainerRun, page: Page) -> None:
     """AdamW's first steps go by the sign of a gradient, so that one near 0 may turn by rounding."""
     for role, model in page.jackpot.models.items():
@@ -114,10 +119,9 @@ def test_its_weights_are_the_trainers(trainer_run: TrainerRun, page: Page) -> No
         trainer_weights = load_model(checkpoint, torch.float32).state_dict()
         start_weights = load_model(f"starter:{role}", torch.float32).state_dict()
 
-        distance_to_trainer, distance_to_start = (
-            sum(float((weight - other[name]).square().sum()) for name, weight in model.state_dict().items()) ** 0.5
-            for other in (trainer_weights, start_weights)
-        )
+        weights = model.state_dict()
+        distance_to_trainer = distance(weights, trainer_weights)
+        distance_to_start = distance(weights, start_weights)
         assert distance_to_trainer < 1e-3 * distance_to_start
         assert distance_to_start > 0.1
 

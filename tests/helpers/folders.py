@@ -60,7 +60,7 @@ def save_tokens(
     words = sorted({word for response in responses for word in response})
     tokenizer = word_tokenizer([*words, *(f"other{index}" for index in range(TOP))])
     random = np.random.default_rng(seed)
-    scored, traces = [], {}
+    items, traces = [], {}
     for index, response in enumerate(responses):
         length = len(response)
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(list(response)))
@@ -84,7 +84,7 @@ def save_tokens(
         )
         reward = float(index % 2)
         advantages = torch.full((length,), reward - 0.5)
-        scored.append(
+        items.append(
             TrainingSample(rollout=rollout, score=Score(reward=reward, correct=bool(reward)), advantages=advantages)
         )
         accepted = (random.random(length) < 0.8).astype(float)
@@ -101,7 +101,7 @@ def save_tokens(
             "policy_top_log_probs": torch.tensor(tops[1]),
         }
     config = small_config()
-    path = write_rollouts(folder / "rollouts", iteration, scored, traces, tokenizer, config)
+    path = write_rollouts(folder / "rollouts", iteration, items, traces, tokenizer, config)
     checkpoint = folder / "checkpoints" / "last" / "policy"
     checkpoint.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(checkpoint)

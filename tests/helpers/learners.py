@@ -156,15 +156,15 @@ def make_learner(
     models = {"policy": copy.deepcopy(policy)} | (
         {"rollout_model": copy.deepcopy(rollout_model)} if rollout_model else {}
     )
-    trained = [role for role in models if role == "policy" or not is_frozen]
+    trained_roles = [role for role in models if role == "policy" or not is_frozen]
     settings = dict(temperature=1.0, num_top_log_probs=VOCAB, max_length=MAX_NEW, advantage="grpo")
     settings |= dict(exact_engines=("policy", "rollout_model"))
     parts = {name: changes.pop(name) for name in ("critic", "reference", "gathered") if name in changes}
     return JointLearner(
         models,
-        {role: ModelOptimizer(models[role].parameters(), optimizer, total_steps) for role in trained},
+        {role: ModelOptimizer(models[role].parameters(), optimizer, total_steps) for role in trained_roles},
         objective or policy_objective(),
-        (rollout_objective or rollout_model_objective()) if "rollout_model" in trained else None,
+        (rollout_objective or rollout_model_objective()) if "rollout_model" in trained_roles else None,
         LearnerOptions(**settings | changes),
         **parts,
     )
@@ -265,8 +265,8 @@ def reference_losses(
             new, omega = policy[t, token], rollout_model[t, token]
             start = {"old": old_policy[t, token].item(), "new": new.item(), "rollout": p_inf}[proximal]
             kl = (policy[t].detach().exp() * (policy[t].detach() - rollout_model[t])).sum()
-            others = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
-            tokens.append((row, item.advantages[t].item(), a, z, draws[t].item(), lam, *others))
+            log_probs = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
+            tokens.append((row, item.advantages[t].item(), a, z, draws[t].item(), lam, *log_probs))
 
     kappa = math.fsum(token[2] for token in tokens) / math.fsum(token[3] for token in tokens)  # acceptance over Z
     policy_rows, omega_rows = [[] for _ in items], [[] for _ in items]
@@ -325,4 +325,4 @@ class ReferenceAdamW:
 
 def gradient(loss: Tensor, model: PreTrainedModel) -> Tensor:
     """Return the gradient of a loss by all weights of a model as one vector."""
-    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+    return torch.cat([tensor.flatten() for tensor in torch.autograd.grad(loss, list(model.parameters()))])

@@ -56,9 +56,9 @@ def naive_joint(policy: Tensor, rollout_model: Tensor, ids: Tensor, lam: float, 
     outputs = [naive_head(log_probs, ids, num_top, gather_ids) for log_probs in (policy, rollout_model)]
     forward_kl = (fixed.exp() * (fixed - rollout_model)).sum(-1)
     reverse_kl = (rollout_model.exp() * (rollout_model - fixed)).sum(-1)
-    kept = torch.minimum(rollout_model.detach().exp(), fixed.exp() / lam)
+    kept_mass = torch.minimum(rollout_model.detach().exp(), fixed.exp() / lam)
     return JointOutput(
-        *outputs, forward_kl, reverse_kl, rollout_model.detach().gather(-1, outputs[0].top_ids), kept.sum(-1)
+        *outputs, forward_kl, reverse_kl, rollout_model.detach().gather(-1, outputs[0].top_ids), kept_mass.sum(-1)
     )
 
 

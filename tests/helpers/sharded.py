@@ -108,7 +108,7 @@ def train(
     optimizers, gradients = learner._optimizer._optimizers, []
     for optimizer in optimizers.values():
         optimizer.step = _recording_step(optimizer, gradients)
-    scored = [
+    scored_rollouts = [
         ScoredRollout(rollout=item.rollout, score=replace(item.score, reward=float(n % 3)))
         for n, item in enumerate(samples)
     ]
@@ -120,7 +120,7 @@ def train(
     metrics, traces = [], {}
     learner.keep_weights("policy")
     for _ in range(rollout_batches):
-        items = learner.compute_advantages(scored) if config.critic else samples
+        items = learner.compute_advantages(scored_rollouts) if config.critic else samples
         batch = config.batch
         steps = mini_batches(
             items,

@@ -144,7 +144,7 @@ def tapped(start: process.Start, tap: Tap) -> process.Start:
         parent_side = child_end.dup()
         child = await start(far_end)
         far_end.close()
-        asked = ["setup"]
+        ask_kind = ["setup"]  # of what was asked last
 
         def frame(stream: Any) -> bytes:
             head = stream.read(process._HEAD.size)
@@ -156,12 +156,12 @@ def tapped(start: process.Start, tap: Tap) -> process.Start:
         def ask(stream: Any) -> tuple[str, bytes]:
             message = frame(stream)
             value = unpack(torch.frombuffer(bytearray(message[process._HEAD.size :]), dtype=torch.uint8))
-            asked[0] = value["do"] if isinstance(value, dict) and "do" in value else "setup"
-            return asked[0], message
+            ask_kind[0] = value["do"] if isinstance(value, dict) and "do" in value else "setup"
+            return ask_kind[0], message
 
         def answer(stream: Any) -> tuple[str, bytes]:
             message = frame(stream)
-            return f"answer to {asked[0]}" if len(message) > process._HEAD.size else "sign", message
+            return f"answer to {ask_kind[0]}" if len(message) > process._HEAD.size else "sign", message
 
         def kill() -> None:
             with suppress(ProcessLookupError):
@@ -226,7 +226,7 @@ class HTTPTap(TCPTap):
     """
 
     def _readers(self) -> tuple[Callable, Callable]:
-        asked = [""]
+        ask_kind = [""]  # of what was asked last
 
         def message(stream: Any) -> tuple[bytes, bytes]:
             lines = []
@@ -241,12 +241,12 @@ class HTTPTap(TCPTap):
         def ask(stream: Any) -> tuple[str, bytes]:
             head, body = message(stream)
             path = head.split()[1].decode().partition("?")[0]
-            asked[0] = json.loads(body)["method"] if path == "/collective_rpc" else path
-            return asked[0], head + body
+            ask_kind[0] = json.loads(body)["method"] if path == "/collective_rpc" else path
+            return ask_kind[0], head + body
 
         def answer(stream: Any) -> tuple[str, bytes]:
             data = b"".join(message(stream))
-            return f"answer to {asked[0]}", data
+            return f"answer to {ask_kind[0]}", data
 
         return ask, answer
 
@@ -280,8 +280,8 @@ class TappedActor:
         await self._received("answer to begin", None, self._node.remote)
 
     def _answers(self, message: np.ndarray, weights: Any) -> "_Answers":
-        asked = unpack(torch.from_numpy(message.copy()))["do"]
-        return _Answers(self, asked, self._sent(asked, message, lambda message: self._answer.remote(message, weights)))
+        kind = unpack(torch.from_numpy(message.copy()))["do"]
+        return _Answers(self, kind, self._sent(kind, message, lambda message: self._answer.remote(message, weights)))
 
     async def _sent(self, kind: str, message: np.ndarray, call: Callable[[np.ndarray], Any]) -> Any:
         if self._tap.hits(kind):
@@ -318,17 +318,17 @@ class TappedActor:
 class _Answers:
     """The signs of life and the answer of a tapped actor."""
 
-    def __init__(self, actor: TappedActor, asked: str, sent: Coroutine[Any, Any, Any]) -> None:
-        self._actor, self._asked, self._sent = actor, asked, sent
+    def __init__(self, actor: TappedActor, ask_kind: str, sending: Coroutine[Any, Any, Any]) -> None:
+        self._actor, self._ask_kind, self._sending = actor, ask_kind, sending
         self._stream: Any = None
 
     async def _more(self) -> np.ndarray:
         return await (await anext(self._stream))
 
     async def __anext__(self) -> Any:
-        self._stream = self._stream or await self._sent
+        self._stream = self._stream or await self._sending
         data = await self._more()
-        kind = f"answer to {self._asked}" if len(data) else "sign"
+        kind = f"answer to {self._ask_kind}" if len(data) else "sign"
         altered = asyncio.get_running_loop().create_future()
         altered.set_result(await self._actor._received(kind, data, self._more))
         return altered

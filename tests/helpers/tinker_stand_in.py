@@ -63,11 +63,11 @@ class StandInTrainingClient:
             ids = torch.tensor([datum.model_input.to_ints()])
             log_probs = self.model(ids).logits[0].float().log_softmax(-1)
             targets = inputs["target_tokens"]
-            chosen = log_probs.gather(-1, targets.reshape(len(log_probs), -1)).reshape(targets.shape)
-            loss = loss_of(loss_fn, chosen, inputs, loss_fn_config or {})
+            target_log_probs = log_probs.gather(-1, targets.reshape(len(log_probs), -1)).reshape(targets.shape)
+            loss = loss_of(loss_fn, target_log_probs, inputs, loss_fn_config or {})
             loss.backward()
             total += loss.item()
-            outputs.append({"logprobs": types().TensorData.from_torch(chosen.detach())})
+            outputs.append({"logprobs": types().TensorData.from_torch(target_log_probs.detach())})
         return Future(SimpleNamespace(metrics={"loss:sum": total}, loss_fn_outputs=outputs))
 
     def optim_step(self, optim_params: Any) -> Future[Any]:

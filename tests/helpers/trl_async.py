@@ -221,5 +221,5 @@ class StarterServer(ScriptedServer):
             | {f"token_id:{top_id}": top_value for top_id, top_value in zip(ids, values, strict=True)}
             for token, value, ids, values in columns
         ]
-        chosen = {"token_ids": tokens, "logprobs": {"token_logprobs": log_probs.tolist(), "top_logprobs": tops}}
-        return {"choices": [chosen | {"finish_reason": "length", "prompt_token_ids": body["prompt"]}]}
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": log_probs.tolist(), "top_logprobs": tops}}
+        return {"choices": [choice | {"finish_reason": "length", "prompt_token_ids": body["prompt"]}]}

@@ -30,9 +30,13 @@ def test_a_run_is_trained_and_read(tmp_path: Path) -> None:
 
 
 def test_train_refuses_what_is_no_recipe(tmp_path: Path) -> None:
+    config = small_config("iterations=1")
+
     with pytest.raises(TypeError, match="overrides and arm belong to the name of a recipe"):
-        train(small_config("iterations=1"), "iterations=2", folder=tmp_path / "run")
+        train(config, "iterations=2", folder=tmp_path / "run")
+
     with pytest.raises(JackpotError, match="unknown recipe"):
         train("quickstrat", folder=tmp_path / "other")
+
     with pytest.raises(JackpotError, match="there is no file"):
         train(tmp_path / "mine.yaml", folder=tmp_path / "other")

@@ -108,7 +108,7 @@ def check_log_probs(reference: PreTrainedModel, rollouts: list[Rollout]) -> None
         prompt, tokens = rollout.prompt.token_ids, rollout.token_ids
         logits = reference(input_ids=torch.tensor([[*prompt, *tokens.tolist()]]), use_cache=False).logits[0]
         log_probs = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
-        chosen = log_probs.gather(1, tokens[:, None])[:, 0]
-        assert (rollout.rollout_log_probs - chosen).abs().max() < 2e-4
+        token_log_probs = log_probs.gather(1, tokens[:, None])[:, 0]
+        assert (rollout.rollout_log_probs - token_log_probs).abs().max() < 2e-4
         assert (rollout.top_log_probs - log_probs.topk(5).values).abs().max() < 2e-4
         assert (rollout.top_log_probs - log_probs.gather(1, rollout.top_ids)).abs().max() < 2e-4

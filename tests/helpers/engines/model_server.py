@@ -30,15 +30,15 @@ class Step(NamedTuple):
 
     def log_probs(self, biased: Tensor | None = None, **changes: float) -> Tensor:
         """Return the log-probs after temperature, top-k and top-p, as asked or changed."""
-        asked: Body = {**self.asked, **changes}
-        logits = (self.logits if biased is None else biased) / asked["temperature"]
-        if asked["top_k"]:
-            logits = logits.masked_fill(logits < logits.topk(asked["top_k"]).values[:, -1:], -torch.inf)
+        settings: Body = {**self.asked, **changes}
+        logits = (self.logits if biased is None else biased) / settings["temperature"]
+        if settings["top_k"]:
+            logits = logits.masked_fill(logits < logits.topk(settings["top_k"]).values[:, -1:], -torch.inf)
         order = logits.sort(dim=-1, descending=True)
         mass_before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
-        is_tail = mass_before >= asked["top_p"]  # in the order of probability
+        is_tail = mass_before >= settings["top_p"]  # in the order of probability
         is_dropped = is_tail.scatter(1, order.indices, is_tail)
-        return logits.masked_fill(is_dropped & (asked["top_p"] < 1.0), -torch.inf).log_softmax(-1)
+        return logits.masked_fill(is_dropped & (settings["top_p"] < 1.0), -torch.inf).log_softmax(-1)
 
 
 def honest(step: Step) -> tuple[Tensor, Tensor]:
@@ -109,8 +109,8 @@ class ModelServer(ScriptedServer):
                     future.set_result(choice)
 
     @torch.no_grad()
-    def _decode(self, sent: list[Body]) -> list[Choice]:
-        bodies = [self._lie.request(dict(body)) for body in sent]
+    def _decode(self, requests: list[Body]) -> list[Choice]:
+        bodies = [self._lie.request(dict(body)) for body in requests]
         longest = max(len(body["prompt"]) for body in bodies)
         length = max(body["max_tokens"] for body in bodies)
         padding = torch.tensor([longest - len(body["prompt"]) for body in bodies])[:, None]
@@ -127,14 +127,15 @@ class ModelServer(ScriptedServer):
                 past_key_values=cache,
                 use_cache=True,
             ).logits[:, -1]
-            sampled, told = self._lie.draw(Step(logits.float(), drawn, bodies[0], self.batch))
-            sums = sampled.double().exp().cumsum(-1)
+            sampled_log_probs, reported_log_probs = self._lie.draw(Step(logits.float(), drawn, bodies[0], self.batch))
+            sums = sampled_log_probs.double().exp().cumsum(-1)
             ids = torch.searchsorted(sums, draws[:, step : step + 1] * sums[:, -1:], right=True)
             drawn = torch.cat([drawn, ids], 1)
-            reported.append(told)
+            reported.append(reported_log_probs)
 
-        told_prompts = [body | {"prompt": asked["prompt"]} for body, asked in zip(bodies, sent, strict=True)]
-        rows = zip(told_prompts, drawn, torch.stack(reported, 1), strict=True)
+        # the prompts of the answer are those of the requests, whatever the lie has made of them
+        answered = [body | {"prompt": request["prompt"]} for body, request in zip(bodies, requests, strict=True)]
+        rows = zip(answered, drawn, torch.stack(reported, 1), strict=True)
         return self._lie.answers([_choice(body, row.tolist(), log_probs) for body, row, log_probs in rows])
 
 

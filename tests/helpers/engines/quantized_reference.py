@@ -23,9 +23,9 @@ from jackpot.core.types import Prompt
 
 def e4m3_grid() -> np.ndarray:
     """Return all finite FP8 numbers from 0 up, [127]: 4 exponent bits with bias 7, 3 mantissa bits."""
-    small = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
-    large = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
-    return np.array([*small, *large][:127])  # the 128th is NaN
+    subnormals = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
+    normals = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
+    return np.array([*subnormals, *normals][:127])  # the 128th is NaN
 
 
 GRID = e4m3_grid()
@@ -50,9 +50,9 @@ def cut_to_e4m3(values: np.ndarray) -> np.ndarray:
 def round_blocks(values: np.ndarray, rows: int, columns: int, kind: str) -> np.ndarray:
     """Round each block of a float32 matrix: int8 with float32 scales, fp8 with powers of two."""
     rounded = np.empty(values.shape, dtype=np.float64)
-    for top in range(0, values.shape[0], rows):
-        for left in range(0, values.shape[1], columns):
-            block_slices = (slice(top, top + rows), slice(left, left + columns))
+    for row in range(0, values.shape[0], rows):
+        for column in range(0, values.shape[1], columns):
+            block_slices = (slice(row, row + rows), slice(column, column + columns))
             block = values[block_slices].astype(np.float32)
             largest = max(np.abs(block).max(), np.float32(1e-10))
             if kind == "int8":

@@ -133,8 +133,8 @@ def _truncated(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Return probabilities after top-k and top-p as vLLM defines them: [T, V] float64."""
     probs = np.exp(logits - logits.max(axis=1, keepdims=True))
     if sampling.top_k:
-        kept = min(sampling.top_k, probs.shape[1])
-        probs[probs < np.sort(probs)[:, [-kept]]] = 0.0
+        rank = min(sampling.top_k, probs.shape[1])
+        probs[probs < np.sort(probs)[:, [-rank]]] = 0.0
     probs /= probs.sum(axis=1, keepdims=True)
 
     if sampling.top_p < 1.0:
