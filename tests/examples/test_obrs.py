@@ -13,7 +13,8 @@ from jackpot import correct, estimate_z, obrs
 
 pytestmark = pytest.mark.filterwarnings("ignore:all log-probs of one model are rounded")
 
-SHAPE, V, K = (8, 30), 40, 8  # responses and tokens, vocabulary, entries of a top-k list
+SHAPE = (8, 30)  # responses and tokens
+V, K = 40, 8  # vocabulary, entries of a top-k list
 LAMS = (0.7, 1.0, 2.0)
 
 

@@ -23,6 +23,8 @@ class Kill:
             monkeypatch.setattr(owner, name, self._or_die(getattr(owner, name)))
 
     def _or_die(self, call: Callable) -> Callable:
+        """Return a call that counts, and that dies in place of the n-th one."""
+
         def counting_call(*arguments, **keywords):
             self.left -= 1
             if self.left == 0:

@@ -245,7 +245,8 @@ def reference_losses(
     that wrote: Z is the sum over its whole vocabulary; `budget` chooses lam so that it is that. The uniforms are those
     of seed 0.
     """
-    lam, c1, c2 = numbers["lam"], numbers["c1"], numbers["c2"]
+    lam = numbers["lam"]
+    c1, c2 = numbers["c1"], numbers["c2"]
 
     tokens = []  # (row, advantage, acceptance, Z, uniform, lam, and log-probs) of each token
     for row, item in enumerate(items):

@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 from jackpot.objectives.kernels.linear_head import Head, HeadOutput, JointOutput
 
-N, V, H = 7, 11, 5  # tokens, vocabulary, hidden size
+N, V = 7, 11  # tokens, vocabulary
+H = 5  # hidden size
 
 
 def random_head(seed: int, kind: str = "plain", n: int = N, v: int = V, h: int = H, dtype=torch.float64) -> Head:

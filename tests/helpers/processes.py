@@ -21,7 +21,8 @@ def starts_processes(path: Path, tests: Path, function: str, fixtures: Collectio
     if str(path.relative_to(tests)).startswith(PATHS):
         return True
 
-    names_of, visited, pending = _names_by_function(path), set(), [function, *fixtures]
+    names_of = _names_by_function(path)
+    visited, pending = set(), [function, *fixtures]
     while pending:
         name = pending.pop()
         if name in STARTERS:

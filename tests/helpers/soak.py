@@ -129,11 +129,14 @@ def _train(config: Config, folder: Path, lines: int) -> int:
 
 def soak(home: Path, scenario: Scenario, kills: int, seed: str) -> Soak:
     """Run a scenario without a kill, then kill it so many times, and let it end."""
-    config, moments, soaked = scenario.config(kills), random.Random(seed), Soak()
+    config = scenario.config(kills)
+    moments, soaked = random.Random(seed), Soak()
+
     start = time.time()
     assert Life(config, home / "whole").end(kill=False) == 0
     times = [line["time"] for line in RunFolder(home / "whole").read("metrics.jsonl")]
     start_up, iteration_seconds = times[0] - start, (times[-1] - times[0]) / config.iterations
+
     folder = home / "killed"
     first_kind = moments.randrange(2)  # 1: the first kill comes within a checkpoint
     for kill_index in range(kills):
@@ -151,6 +154,7 @@ def soak(home: Path, scenario: Scenario, kills: int, seed: str) -> Soak:
             time.sleep(moments.uniform(0.0, iteration_seconds if lines else start_up + iteration_seconds))
         assert life.end(kill=True) == -signal.SIGKILL, f"a life ended by itself after {kill_index} kills"
         add_remains(soaked, folder, old_remains, life.born)
+
     assert Life(config, folder).end(kill=False) == 0
     soaked.seconds = time.time() - start
     return soaked

@@ -66,7 +66,8 @@ class Tap:
     def __init__(
         self, kind: str, fault: str, number: int = 1, *, late: float = 5.0, seed: int = 0, note: Path | None = None
     ) -> None:
-        self.kind, self.fault, self.number, self.late, self.seed = kind, fault, number, late, seed
+        self.kind, self.number = kind, number
+        self.fault, self.late, self.seed = fault, late, seed
         self.seen: Counter[str] = Counter()  # messages by kind
         self.note = note
         self._turn = threading.Lock()
@@ -194,6 +195,7 @@ class TCPTap:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
+        """Connect each client to the server, with a thread for each direction."""
         while True:
             client, _ = self._listener.accept()
             server = socket.create_connection(("127.0.0.1", self._server))
@@ -284,6 +286,7 @@ class TappedActor:
         return _Answers(self, kind, self._sent(kind, message, lambda message: self._answer.remote(message, weights)))
 
     async def _sent(self, kind: str, message: np.ndarray, call: Callable[[np.ndarray], Any]) -> Any:
+        """Send a message by a call, altered where it is the one."""
         if self._tap.hits(kind):
             match self._tap.fault:
                 case "late":
@@ -296,6 +299,7 @@ class TappedActor:
         return call(message)
 
     async def _received(self, kind: str, data: Any, more: Callable[[], Any]) -> Any:
+        """Return what was received, altered where it is the one; `more` waits for what comes next."""
         if self._tap.hits(kind):
             match self._tap.fault:
                 case "last":
@@ -344,7 +348,8 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     message that is cut or stalled ends after its length; `noise` is another length. `connection` is rank 1's share of a
     sum of all ranks, which comes when rank 0 waits for it: the connection is shut, or half of a frame comes before it.
     """
-    send_message, send, all_gather = Ranks._send, dist.send, dist.all_gather
+    send_message = Ranks._send
+    send, all_gather = dist.send, dist.all_gather
 
     def tapped_send(ranks: Ranks, value: Any, rank: int) -> None:
         kind = f"reply to {ranks._last.name}" if ranks.rank else value[1] if value else "end"
@@ -364,6 +369,7 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
             send(tensor, rank, group)
 
     def _replay(parts: list[tuple[Tensor, int, Any]]) -> None:
+        """Send the parts of the message with its fault."""
         draw = random.Random(tap.seed)
         if tap.fault == "late":
             time.sleep(tap.late)

@@ -139,7 +139,8 @@ class StandInSamplingClient:
     def _sequence(self, prompt: Tensor, index: int, params: Any, k: int) -> Any:
         """One token after the other, from the whole sequence each time."""
         random = torch.Generator().manual_seed(1_000_003 * (params.seed or 0) + index)
-        ids, log_probs, top = prompt, [], []
+        ids = prompt
+        log_probs, top = [], []  # of each token
         ends = self._model.generation_config.eos_token_id
         for _ in range(params.max_tokens):
             next_log_probs = (self._model(ids).logits[0, -1].float() / params.temperature).log_softmax(-1)

@@ -158,7 +158,8 @@ def samples(groups: int, listed: bool) -> list[Any]:
     for group in range(groups):
         prompt = tokenizer(f"Ben has {group} plums and gets 3. How many has Ben now?\n")["input_ids"]
         for member in range(4):
-            ids, mask, columns = list(prompt), [0] * len(prompt), []
+            ids, mask = list(prompt), [0] * len(prompt)
+            columns = []  # log-probs and lists of each part
             for turn in range(1 + (group == 1)):
                 if turn:
                     ids, mask = ids + prompt[:3], mask + [0] * 3

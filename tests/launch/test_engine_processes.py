@@ -216,8 +216,10 @@ def test_a_process_generates_what_this_does_and_ends_with_it(tmp_path: Path) -> 
     os.close(engine_process)
 
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-TORCHRUN += ("ROLE_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+TORCHRUN = (  # variables that it sets
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"),
+    *("ROLE_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
 
 
 def test_a_process_that_a_rank_starts_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

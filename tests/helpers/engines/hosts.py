@@ -50,6 +50,7 @@ class ThreadLink(Link):
         self.host = EngineHost(self._make(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
+        """Return the host's answer; where the link is broken, or breaks at this request, the host is lost."""
         uids = [row[0] for row in unpack(message).get("requests", ())]
         if self.is_broken or self.breaks_at in uids:
             raise PeerLost("as the test wants it")

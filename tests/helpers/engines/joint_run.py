@@ -19,7 +19,8 @@ from jackpot.objectives.advantages import compute_advantages
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.training.batching import mini_batches
 
-ITERATIONS, PROMPTS, GROUP = 4, 4, 8
+ITERATIONS = 4
+PROMPTS, GROUP = 4, 8  # prompts of an iteration, responses to each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,9 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         "policy": load_model(policy_folder, torch.float32),
         "rollout_model": load_model(rollout_folder, torch.float32),
     }
-    exact = [] if engine.capabilities.quantized else ["rollout_model"]
-    learner = make_learner(config, models, exact_engines=exact)
+    exact_engines = [] if engine.capabilities.quantized else ["rollout_model"]
+    learner = make_learner(config, models, exact_engines=exact_engines)
+
     history: list[Iteration] = []
     for iteration in range(ITERATIONS):
         version = learner.version
@@ -74,6 +76,7 @@ def check_joint_run(make_engine: Callable[[Path, Version], Engine], policy: Path
 
 
 def _config(engine: Engine) -> Config:
+    """Return the settings of the run: a learning rate that shows within a few steps, and mostly distillation."""
     optimizer = {"learning_rate": 5e-3}
     return build_config(
         {
@@ -87,6 +90,7 @@ def _config(engine: Engine) -> Config:
 
 
 def _requests(config: Config, iteration: int) -> list[Request]:
+    """Return a group of requests for each prompt, with seeds of this iteration."""
     uids = [(f"{iteration}/{prompt}#{member}", prompt) for prompt in range(PROMPTS) for member in range(GROUP)]
     return [
         Request(uid=uid, prompt=tiny_prompt(3 + prompt), seed=fold_in("run", uid), sampling=config.sampling)
@@ -95,6 +99,7 @@ def _requests(config: Config, iteration: int) -> list[Request]:
 
 
 def _scored(rollouts: list[Rollout]) -> list[TrainingSample]:
+    """Reward each rollout by its share of even tokens, with GRPO's advantages within a group."""
     rewards = torch.tensor([float((rollout.token_ids % 2 == 0).double().mean()) for rollout in rollouts])
     groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
     advantages = compute_advantages("grpo", rewards, groups).tolist()

@@ -65,7 +65,8 @@ class ModelServer(ScriptedServer):
     """
 
     def __init__(self, lie: Lie, dtype: torch.dtype = torch.float32, most: int = 64) -> None:
-        self._lie, self._most, self.batch = lie, most, -1
+        self._lie, self._most = lie, most
+        self.batch = -1  # number of the weights that it has, from 0
         self._waiting: list[tuple[Body, asyncio.Future[Choice]]] = []
         self.model = tiny_model(seed=0).eval()
         self.model.to(dtype=dtype)  # pyright: ignore[reportArgumentType]
@@ -95,6 +96,7 @@ class ModelServer(ScriptedServer):
         return {"choices": [await self._waiting[-1][1]]}
 
     def _answer_waiting(self) -> None:
+        """Decode the requests that wait, at most `most` at once, and answer them."""
         waiting, self._waiting = self._waiting, []
         for start in range(0, len(waiting), self._most):
             bodies, futures = zip(*waiting[start : start + self._most], strict=True)
@@ -110,6 +112,7 @@ class ModelServer(ScriptedServer):
 
     @torch.no_grad()
     def _decode(self, requests: list[Body]) -> list[Choice]:
+        """Sample responses to some requests together, as the lie has it."""
         bodies = [self._lie.request(dict(body)) for body in requests]
         longest = max(len(body["prompt"]) for body in bodies)
         length = max(body["max_tokens"] for body in bodies)
@@ -117,7 +120,9 @@ class ModelServer(ScriptedServer):
         ids = torch.tensor([[0] * (longest - len(body["prompt"])) + body["prompt"] for body in bodies])
         draws = torch.tensor(np.array([np.random.default_rng(body["seed"]).random(length) for body in bodies]))
 
-        cache, drawn, reported = DynamicCache(), torch.zeros(len(bodies), 0, dtype=torch.int64), []
+        cache = DynamicCache()
+        drawn = torch.zeros(len(bodies), 0, dtype=torch.int64)
+        reported = []  # [B, V] of each step
         for step in range(length):
             columns = torch.arange(longest + step)[None]
             logits = self.model(

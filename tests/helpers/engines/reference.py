@@ -15,7 +15,8 @@ from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.rollout.engines.base import Request
 
-VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64  # of the tiny models
+VOCAB_SIZE, EOS = 24, 1  # of the tiny models
+CONTEXT = 64  # tokens
 
 
 def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3ForCausalLM:

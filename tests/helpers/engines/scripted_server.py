@@ -79,6 +79,7 @@ class ScriptedServer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30.0)
 
     async def _listen(self) -> None:
+        """Serve all paths at a free port."""
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
@@ -88,6 +89,7 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """Record a call and answer it, as the script of its path has it."""
         body = json.loads(await request.text() or "{}")
         path = request.path
         if path == "/collective_rpc":

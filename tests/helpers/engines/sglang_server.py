@@ -78,6 +78,7 @@ class SGLangStandIn(ScriptedServer):
         return {name: value.hexdigest()[:16] for name, value in hashes.items()}
 
     def _usual(self, path: str, body: dict[str, Any]) -> Any:
+        """Do what a call asks for, and return SGLang's answer; what SGLang does not declare fails the test."""
         if path in DECLARED and (unknown := body.keys() - DECLARED[path]):
             raise AssertionError(f"{path} does not know {unknown}")
         match path:
@@ -98,11 +99,13 @@ class SGLangStandIn(ScriptedServer):
 
     @torch.no_grad()
     def _generate(self, body: dict[str, Any]) -> Any:
+        """Sample a response by Gumbel noise of its seed, one token after the other."""
         sampling, prompt = body["sampling_params"], body["input_ids"]
         if unknown := sampling.keys() - SAMPLING:
             return web.json_response({"error": f"unknown field {sorted(unknown)[0]}"}, status=400)
         tokens: list[int] = []
-        sampled, tops, asked_entries = [], [], []  # [log-prob, id, None] of each token, or lists of these
+        sampled = []  # [log-prob, id, None] of each token
+        tops, asked_entries = [], []  # lists of such entries for each token
         finish = None
         while finish is None:
             logits = self.model(torch.tensor([prompt + tokens])).logits[0]
