@@ -1,4 +1,4 @@
-"""Every example of a recipe trains by its command, and what each adds (task, judge, correction) does what it says."""
+"""Every example of a recipe trains, and what it adds of its own (a task, a judge, a correction) does what it says."""
 
 import json
 import re
