@@ -1,4 +1,4 @@
-"""examples/minimal_jackpot.py, the method on one page, has the numbers of the trainer."""
+"""examples/minimal_jackpot.py, the method on one page: its tokens, metrics and weights are those of the trainer."""
 
 import re
 import subprocess
@@ -20,18 +20,25 @@ from jackpot.models.load import load_model, load_tokenizer
 from jackpot.rollout.tasks.base import PromptStream
 from jackpot.rollout.tasks.registry import make_task
 
-STEPS, PROMPTS = 3, 6
+STEPS, PROMPTS = 3, 6  # iterations, and problems of each
+
+
+class TrainerRun(NamedTuple):
+    """The trainer's iterations with the settings of the page."""
+
+    folder: Path
+    lines: list[dict]  # metrics of each iteration
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
-    """Three iterations of the trainer with the settings of the page, and their metrics."""
+def trainer_run(tmp_path_factory: pytest.TempPathFactory) -> TrainerRun:
+    """Three iterations of the trainer with the settings of the page."""
     folder = tmp_path_factory.mktemp("trained")
     rates = [f"{role}.optimizer.learning_rate={rate}" for role, rate in minimal.LEARNING_RATE.items()]
     batch = [f"batch.prompts={PROMPTS}", f"batch.group_size={minimal.GROUP}"]
-    quick = ["evaluation.problems=2", "evaluation.every=3", "checkpoint.every=3", "rollouts.every=1", "threads=1"]
-    lines = run(resolve("quickstart", None, [f"iterations={STEPS}", *rates, *batch, *quick]), folder)
-    return folder, lines[1:]
+    brevity = ["evaluation.problems=2", "evaluation.every=3", "checkpoint.every=3", "rollouts.every=1", "threads=1"]
+    lines = run(resolve("quickstart", None, [f"iterations={STEPS}", *rates, *batch, *brevity]), folder)
+    return TrainerRun(folder, lines[1:])  # without the line of the start
 
 
 class Page(NamedTuple):
@@ -45,27 +52,28 @@ class Page(NamedTuple):
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    """Run as many iterations of the page."""
-    done, generate = Page(minimal.Jackpot(), [], [], []), minimal.generate
+    """As many iterations of the page as the trainer did."""
+    page = Page(minimal.Jackpot(), metrics=[], rollouts=[], uids=[])
+    generate = minimal.generate
 
-    def recorded(*arguments) -> minimal.Rollouts:
-        done.rollouts.append(generate(*arguments))
-        return done.rollouts[-1]
+    def recording_generate(*arguments) -> minimal.Rollouts:
+        page.rollouts.append(generate(*arguments))
+        return page.rollouts[-1]
 
     stream = PromptStream(make_task(ArithmeticConfig(max_operand=40), load_tokenizer("starter:policy")), "train", 0)
     positions = torch.arange(minimal.MAX_TOKENS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minimal, "generate", recorded)
+        patch.setattr(minimal, "generate", recording_generate)
         for iteration in range(1, STEPS + 1):
             prompts = [prompt for prompt in stream.next(PROMPTS) for _ in range(minimal.GROUP)]
+            problems = [minimal.Problem(prompt.text, prompt.answer) for prompt in prompts]
             uids = [f"{iteration}/{prompt.uid}#{index % minimal.GROUP}" for index, prompt in enumerate(prompts)]
-            tokens = key_tensor([fold_in("token", fold_in(0, "sample", uid)) for uid in uids])[:, None]
-            coins = key_tensor([fold_in(0, "accept", uid, 0) for uid in uids])[:, None]
-            asked = [minimal.Problem(prompt.text, prompt.answer) for prompt in prompts]
-            metrics = done.jackpot.iterate(asked, uniforms(tokens, positions), uniforms(coins, positions))
-            done.metrics.append(metrics)
-            done.uids.append(uids)
-    return done
+            token_keys = key_tensor([fold_in("token", fold_in(0, "sample", uid)) for uid in uids])[:, None]
+            coin_keys = key_tensor([fold_in(0, "accept", uid, 0) for uid in uids])[:, None]
+            metrics = page.jackpot.iterate(problems, uniforms(token_keys, positions), uniforms(coin_keys, positions))
+            page.metrics.append(metrics)
+            page.uids.append(uids)
+    return page
 
 
 METRICS = (
@@ -75,35 +83,47 @@ METRICS = (
 )
 
 
-def test_its_rollouts_are_the_trainers(trained, page: Page) -> None:
+def test_its_rollouts_are_the_trainers(trainer_run: TrainerRun, page: Page) -> None:
     """The same tokens; their log-probs up to the rounding of sums in another order."""
     for iteration, (rollouts, uids) in enumerate(zip(page.rollouts, page.uids, strict=True), start=1):
-        [path] = (trained[0] / "rollouts").glob(f"*{iteration}.parquet")
+        [path] = (trainer_run.folder / "rollouts").glob(f"*{iteration}.parquet")
         rows = {row["uid"]: row for row in pq.read_table(path).to_pylist()}
         assert rows.keys() == set(uids)
+
         for uid, ids, mask, log_probs in zip(uids, rollouts.ids, rollouts.mask, rollouts.log_probs, strict=True):
             assert ids[mask].tolist() == rows[uid]["token_ids"], uid
             assert log_probs[mask].tolist() == pytest.approx(rows[uid]["rollout_log_probs"], abs=1e-4)
 
 
-def test_its_metrics_are_the_trainers(trained, page: Page) -> None:
-    for found, line in zip(page.metrics, trained[1], strict=True):
-        assert found.keys() == set(METRICS)
-        assert found == pytest.approx({name: line[name] for name in METRICS}, rel=2e-4, abs=1e-5)
-        assert found["correction/accepted"] == pytest.approx(line["correction/accepted"], rel=1e-6)  # the same tokens
-        assert found["correction/accepted"] < 0.99 and abs(found["policy/loss"]) > 1e-3 and found["obrs/kappa"] != 1.0
+def test_its_metrics_are_the_trainers(trainer_run: TrainerRun, page: Page) -> None:
+    for metrics, line in zip(page.metrics, trainer_run.lines, strict=True):
+        assert metrics.keys() == set(METRICS)
+        assert metrics == pytest.approx({name: line[name] for name in METRICS}, rel=2e-4, abs=1e-5)
+        assert metrics["correction/accepted"] == pytest.approx(line["correction/accepted"], rel=1e-6)  # the same tokens
+
+        # none has a value at which the comparison says nothing
+        assert metrics["correction/accepted"] < 0.99
+        assert abs(metrics["policy/loss"]) > 1e-3
+        assert metrics["obrs/kappa"] != 1.0
 
 
-def test_its_weights_are_the_trainers(trained, page: Page) -> None:
+def distance(weights: dict[str, torch.Tensor], other_weights: dict[str, torch.Tensor]) -> float:
+    """Return the Euclidean distance of two models."""
+    return sum(float((weight - other_weights[name]).square().sum()) for name, weight in weights.items()) ** 0.5
+
+
+def test_its_weights_are_the_trainers(trainer_run: TrainerRun, page: Page) -> None:
     """AdamW's first steps go by the sign of a gradient, so that one near 0 may turn by rounding."""
     for role, model in page.jackpot.models.items():
-        expected = load_model(trained[0] / "checkpoints" / f"step-{STEPS}" / role, torch.float32).state_dict()
-        start = load_model(f"starter:{role}", torch.float32).state_dict()
-        apart, moved = (
-            sum(float((weight - other[name]).square().sum()) for name, weight in model.state_dict().items()) ** 0.5
-            for other in (expected, start)
-        )
-        assert apart < 1e-3 * moved and moved > 0.1
+        checkpoint = trainer_run.folder / "checkpoints" / f"step-{STEPS}" / role
+        trainer_weights = load_model(checkpoint, torch.float32).state_dict()
+        start_weights = load_model(f"starter:{role}", torch.float32).state_dict()
+
+        weights = model.state_dict()
+        distance_to_trainer = distance(weights, trainer_weights)
+        distance_to_start = distance(weights, start_weights)
+        assert distance_to_trainer < 1e-3 * distance_to_start
+        assert distance_to_start > 0.1
 
 
 def test_it_prints_how_both_models_do(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -115,26 +135,38 @@ def test_it_prints_how_both_models_do(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(
         minimal, "problems", lambda seed, number, held_out=False: problems(seed, min(number, 24), held_out)
     )
+
     minimal.main()
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said[1:]] == ["iteration", "0", "1", "2"]
-    assert all(re.fullmatch(r" +\d+ +\d+\.\d% +\d+\.\d% *( +\d+\.\d%)?", line) for line in said[2:])
+
+    printed_lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed_lines[1:]] == ["iteration", "0", "1", "2"]
+    assert all(re.fullmatch(r" +\d+ +\d+\.\d% +\d+\.\d% *( +\d+\.\d%)?", line) for line in printed_lines[2:])
 
 
 @pytest.mark.slow
 def test_its_command_learns_as_printed() -> None:
-    done = subprocess.run([sys.executable, "-m", "examples.minimal_jackpot"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    rows = [[float(word.strip("%")) for word in line.split()] for line in done.stdout.splitlines()[2:]]
-    first, last = rows[0], rows[-1]
-    assert last[0] == 40 and last[1] > first[1] + 8.0 and last[2] > first[2] + 5.0
+    command = [sys.executable, "-m", "examples.minimal_jackpot"]
+
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    assert process.returncode == 0, process.stderr
+    assert not process.stderr
+    rows = [[float(word.strip("%")) for word in line.split()] for line in process.stdout.splitlines()[2:]]
+    _, first_policy, first_rollout_model, *_ = rows[0]  # percents of right answers
+    iteration, last_policy, last_rollout_model, *_ = rows[-1]
+    assert iteration == 40
+    assert last_policy > first_policy + 8.0
+    assert last_rollout_model > first_rollout_model + 5.0
 
 
 def test_no_problem_is_both_trained_on_and_held_out() -> None:
-    trained, held_out = (
-        {tuple(sorted(one.text[:-1].split("+"))) for one in minimal.problems(0, 2000, part)} for part in (False, True)
+    training_sums, held_out_sums = (  # as sorted summands: 2+3= and 3+2= are one problem
+        {tuple(sorted(problem.text[:-1].split("+"))) for problem in minimal.problems(0, 2000, held_out=held_out)}
+        for held_out in (False, True)
     )
-    assert not trained & held_out and len(held_out) > 500
+
+    assert not training_sums & held_out_sums
+    assert len(held_out_sums) > 500
 
 
 def test_it_is_short() -> None:

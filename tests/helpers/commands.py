@@ -19,8 +19,8 @@ def jackpot(*arguments: str, cwd: Path, **environment: str) -> CompletedProcess[
     with _as_typed(arguments, cwd, SCREEN | environment) as (output, error):
         try:
             cli.main()
-        except SystemExit as ended:
-            code = ended.code or 0
+        except SystemExit as exit_request:
+            code = exit_request.code or 0
         else:
             code = 0
     return CompletedProcess(arguments, code, output.getvalue(), error.getvalue())
@@ -30,6 +30,7 @@ def jackpot(*arguments: str, cwd: Path, **environment: str) -> CompletedProcess[
 def _as_typed(
     arguments: tuple[str, ...], cwd: Path, environment: dict[str, str]
 ) -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    """Give this process the folder, environment and arguments of a command; yield what it prints, by stream."""
     output, error = io.StringIO(), io.StringIO()
     with (
         contextlib.chdir(cwd),

@@ -19,7 +19,7 @@ OVERRIDES = (SHORT, "iterations=4", "rollouts.every=1", "checkpoint.keep=1")
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file can grow beyond `size` bytes: more is refused with EFBIG, at whatever level it is written."""
+    """Let no file grow beyond `size` bytes: more is refused with EFBIG, at whatever level it is written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -29,7 +29,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def fill(ballast: Path) -> None:
-    """Leave no room for another page."""
+    """Write into a file until there is no room for another page."""
     descriptor = os.open(ballast, os.O_WRONLY | os.O_CREAT)
     try:
         while os.write(descriptor, bytes(1 << 16)):
@@ -41,6 +41,7 @@ def fill(ballast: Path) -> None:
 
 
 def main(folder: Path) -> None:
+    """Train in a folder; a file beside it fills the disk after iteration 1, and goes after iteration 2."""
     ballast = folder.with_name("ballast")
 
     def listen(line: MetricsLine) -> None:

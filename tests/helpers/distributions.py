@@ -16,29 +16,31 @@ lams = st.one_of(st.sampled_from([0.2, 1.0, 3.0]), st.floats(1e-3, 1e3))
 
 
 def normalised(weights):
+    """Return log-probs that are proportional to the exponentials of some weights."""
     weights = np.array(weights, dtype=np.float64)
     return (weights - weights.max() - np.log(np.exp(weights - weights.max()).sum())).tolist()
 
 
 def log_distributions(size, zeros=True, lowest=-40.0):
-    """Log-probs over `size` tokens, with ties, ratios up to e**80 and, if `zeros`, tokens of probability 0."""
+    """Draw log-probs over `size` tokens, with ties, ratios up to e**80 and, if `zeros`, tokens of probability 0."""
     special = [0.0, -1.0, -math.inf] if zeros else [0.0, -1.0]
     weight = st.one_of(st.sampled_from(special), st.floats(lowest, 0.0))
     return st.lists(weight, min_size=size, max_size=size).filter(lambda row: max(row) > -math.inf).map(normalised)
 
 
 def pairs(smallest=1, largest=6, zeros=True, lowest=-40.0):
-    """(log p_inf, log p_target) over one vocabulary."""
+    """Draw (log p_inf, log p_target) over one vocabulary."""
     sizes = st.integers(smallest, largest)
     return sizes.flatmap(lambda v: st.tuples(*[log_distributions(v, zeros, lowest)] * 2))
 
 
 def tensors(*rows):
+    """Return each row as a float64 tensor."""
     return [torch.tensor(row, dtype=torch.float64) for row in rows]
 
 
 def enumerated(log_inf, log_target, lam):
-    """(a, Z, p~) by walking through the vocabulary: sample x from p_inf, keep it with probability min(1, rho / lam)."""
+    """Return (a, Z, p~) by summing over the vocabulary: x from p_inf is kept with probability min(1, rho / lam)."""
     p_inf, p_target = [math.exp(x) for x in log_inf], [math.exp(x) for x in log_target]
     accept = [min(1.0, p / (lam * q)) if q > 0 else 0.0 for q, p in zip(p_inf, p_target, strict=True)]
     joint = [q * a for q, a in zip(p_inf, accept, strict=True)]
@@ -47,4 +49,5 @@ def enumerated(log_inf, log_target, lam):
 
 
 def kl(p, q):
+    """Return KL(p || q) in nats."""
     return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)

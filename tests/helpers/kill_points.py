@@ -18,15 +18,17 @@ class Kill:
     CALLS += ((Path, "unlink"), (os, "unlink"), (os, "truncate"), (torch, "save"))
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self.left = at
+        self.left = at  # calls until the one that dies
         for owner, name in self.CALLS:
             monkeypatch.setattr(owner, name, self._or_die(getattr(owner, name)))
 
     def _or_die(self, call: Callable) -> Callable:
-        def counted(*arguments, **keywords):
+        """Return a call that counts, and that dies in place of the n-th one."""
+
+        def counting_call(*arguments, **keywords):
             self.left -= 1
             if self.left == 0:
                 raise Killed
             return call(*arguments, **keywords)
 
-        return counted
+        return counting_call

@@ -61,6 +61,7 @@ class Command:
             os._exit(_run(arguments, cwd))
 
     def end(self) -> int:
+        """Wait for the process and return its exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
     def left(self) -> int:
@@ -75,6 +76,7 @@ class Command:
 
 
 def _run(arguments: Sequence[str], cwd: Path) -> int:
+    """Run a command in this process, whose output goes to a file, and return its exit code."""
     os.setsid()
     os.chdir(cwd)
     with Path("output").open("w") as output:
@@ -83,8 +85,8 @@ def _run(arguments: Sequence[str], cwd: Path) -> int:
     sys.argv = ["jackpot", *arguments]
     try:
         cli.main()
-    except SystemExit as ended:
-        return int(ended.code or 0)
+    except SystemExit as exit_request:
+        return int(exit_request.code or 0)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -92,31 +94,50 @@ def _run(arguments: Sequence[str], cwd: Path) -> int:
 
 
 def files(cwd: Path) -> dict[str, bytes | str]:
-    """What the command leaves, but for times."""
-    left = contents(cwd)
+    """Return what every file holds that the command leaves, but for those with times."""
+    files_left = contents(cwd)
     for name in ("output", "runs/eval-starter-policy/summary.json"):
-        left.pop(name, None)
-    return left
+        files_left.pop(name, None)
+    return files_left
 
 
 def kill_all(home: Path, run: Path) -> list[Kill]:
-    kills, before = [], contents(run)
-    for name, given in COMMANDS.items():
-        arguments = [text.format(run=run) for text in given]
-        for folder in (home / f"{name}-warm", home / f"{name}-whole"):
-            began = time.monotonic()
+    """Run each command undisturbed, then kill it by each of `KILLS` and run it again."""
+    kills, run_contents = [], contents(run)
+    for name, words in COMMANDS.items():
+        arguments = [word.format(run=run) for word in words]
+        for folder in (home / f"{name}-warm", home / f"{name}-whole"):  # the first one warms caches up
+            start = time.monotonic()
             assert Command(arguments, folder).end() == 0, (folder / "output").read_text()
-        seconds, whole = time.monotonic() - began, files(folder)
-        for number, (sent, moment) in enumerate(KILLS):
-            cwd = home / f"{name}-{number}"
-            first = Command(arguments, cwd)
+        seconds, undisturbed_files = time.monotonic() - start, files(folder)
+
+        for index, (signal_name, moment) in enumerate(KILLS):
+            cwd = home / f"{name}-{index}"
+            killed_command = Command(arguments, cwd)
             time.sleep(moment * seconds)
-            os.kill(first.process, getattr(signal, sent))
-            code, left, after = first.end(), first.left(), files(cwd)
-            half = [one for one, held in after.items() if one in whole and held != whole[one]]
-            again, found = Command(arguments, cwd).end(), files(cwd)
-            differs = sorted(one for one in whole.keys() | found.keys() if whole.get(one) != found.get(one))
-            kills.append(Kill(name, sent, code, left, half, again, differs, contents(run) == before))
+            os.kill(killed_command.process, getattr(signal, signal_name))
+            exit_code, process_count = killed_command.end(), killed_command.left()
+            half_written = [
+                path
+                for path, content in files(cwd).items()
+                if path in undisturbed_files and content != undisturbed_files[path]
+            ]
+
+            second_exit_code = Command(arguments, cwd).end()
+            second_files = files(cwd)
+            paths = sorted(undisturbed_files.keys() | second_files.keys())
+            kills.append(
+                Kill(
+                    command=name,
+                    signal=signal_name,
+                    code=exit_code,
+                    left=process_count,
+                    half_written=half_written,
+                    again=second_exit_code,
+                    differs=[path for path in paths if undisturbed_files.get(path) != second_files.get(path)],
+                    reads_only=contents(run) == run_contents,
+                )
+            )
     return kills
 
 

@@ -37,8 +37,8 @@ from jackpot.training.learner import StepResult
 from jackpot.training.learner_options import LearnerOptions
 from jackpot.training.optimizer import ModelOptimizer
 
-VOCAB, MAX_NEW = 20, 8
-FIRST = Version(0, 0)
+VOCAB, MAX_NEW = 20, 8  # tokens, and tokens of a response
+FIRST = Version(0, 0)  # of weights that no step has changed
 
 # eps this large makes AdamW's step proportional to the gradient, so that equal parameters mean equal gradients
 LINEAR = OptimizerConfig(learning_rate=0.5, eps=1.0, max_grad_norm=1e6)
@@ -46,6 +46,7 @@ OBRS = dict(lam=0.9, c1=1.3, c2=1.2, mask="sampled", kappa="prepass")
 
 
 def smallest_model(seed: int) -> PreTrainedModel:
+    """Return a model of one layer with random weights."""
     return tiny_model(seed, VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1).eval()
 
 
@@ -59,16 +60,16 @@ def write(
     turn_end_token_ids: Sequence[int] = (),
     **sampling,
 ) -> list[TrainingSample]:
-    """Sampled responses of the model to random prompts, with random advantages, and a tool between turns."""
+    """Sample responses of the model to random prompts, with random advantages, and a tool between turns."""
     draw = np.random.default_rng(seed)
     engine = TransformersEngine(
         copy.deepcopy(model), TransformersEngineConfig(max_num_seqs=64), eos_token_ids=(EOS,), version=version
     )
     settings = Sampling(**{"max_new_tokens": max_new, "num_top_log_probs": VOCAB} | sampling)
     requests = []
-    for number in range(prompts):
-        ids = tuple(draw.integers(2, VOCAB, 2 + number % 4).tolist())
-        prompt = Prompt(uid=f"{seed}/{number}", text="", answer="", token_ids=ids)
+    for index in range(prompts):
+        ids = tuple(draw.integers(2, VOCAB, 2 + index % 4).tolist())
+        prompt = Prompt(uid=f"{seed}/{index}", text="", answer="", token_ids=ids)
         seeds = [int(draw.integers(2**62)) for _ in range(group)]
         requests += [
             Request(uid=f"{prompt.uid}#{n}", prompt=prompt, seed=s, sampling=settings) for n, s in enumerate(seeds)
@@ -79,12 +80,13 @@ def write(
 
 
 def scored(rollout: Rollout, advantage: float) -> TrainingSample:
+    """Return a rollout whose tokens have one advantage."""
     advantages = torch.full((len(rollout.token_ids),), advantage)
     return TrainingSample(rollout=rollout, score=Score(reward=0.0, correct=False), advantages=advantages)
 
 
 def cut(item: TrainingSample, length: int) -> TrainingSample:
-    """The same response, ended after `length` tokens."""
+    """Return the same response, ended after `length` tokens."""
     names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
     shorter = {name: getattr(item.rollout, name)[:length] for name in names}
     return replace(item, rollout=replace(item.rollout, **shorter), advantages=item.advantages[:length])
@@ -93,6 +95,7 @@ def cut(item: TrainingSample, length: int) -> TrainingSample:
 def batches(
     items: Sequence[TrainingSample], *, mini_batch_size=None, epochs=1, budget=10_000, seed=0
 ) -> list[list[TokenBatch]]:
+    """Return the micro-batches of each optimizer step, in one step unless `mini_batch_size` is given."""
     mini_batch_size = mini_batch_size or len(items)
     return list(
         mini_batches(items, mini_batch_size=mini_batch_size, epochs=epochs, micro_batch_tokens=budget, seed=seed)
@@ -102,6 +105,7 @@ def batches(
 def policy_objective(
     name="obrs", *, target="old", proximal="old", normalizer="topk", aggregate="token-mean", count="proposed", **numbers
 ) -> PolicyObjective:
+    """Return the policy's objective; `numbers` are of the correction, over those of `OBRS`, or of the objective."""
     budget = numbers.pop("budget", None)
     tolerance, surrogate = numbers.pop("kappa_tolerance", 1e-3), numbers.pop("surrogate", "ppo")
     clips = {side: numbers.pop(side, 0.2) for side in ("clip_low", "clip_high")}
@@ -123,6 +127,7 @@ def policy_objective(
 
 
 def rollout_model_objective(*, distill="forward", aggregate="token-mean", **changes) -> RolloutModelObjective:
+    """Return the rollout model's objective, PPO with TIS and distillation."""
     settings = dict(
         correction=make_correction("tis", cap=1.2),
         proximal="old",
@@ -147,55 +152,58 @@ def make_learner(
     total_steps: int = 10,
     **changes,
 ) -> JointLearner:
-    """A learner on copies of the models."""
+    """Make a learner on copies of the models; `changes` are of its options, or its further parts."""
     models = {"policy": copy.deepcopy(policy)} | (
         {"rollout_model": copy.deepcopy(rollout_model)} if rollout_model else {}
     )
-    trained = [role for role in models if role == "policy" or not is_frozen]
+    trained_roles = [role for role in models if role == "policy" or not is_frozen]
     settings = dict(temperature=1.0, num_top_log_probs=VOCAB, max_length=MAX_NEW, advantage="grpo")
     settings |= dict(exact_engines=("policy", "rollout_model"))
     parts = {name: changes.pop(name) for name in ("critic", "reference", "gathered") if name in changes}
     return JointLearner(
         models,
-        {role: ModelOptimizer(models[role].parameters(), optimizer, total_steps) for role in trained},
+        {role: ModelOptimizer(models[role].parameters(), optimizer, total_steps) for role in trained_roles},
         objective or policy_objective(),
-        (rollout_objective or rollout_model_objective()) if "rollout_model" in trained else None,
+        (rollout_objective or rollout_model_objective()) if "rollout_model" in trained_roles else None,
         LearnerOptions(**settings | changes),
         **parts,
     )
 
 
 def train(learner: JointLearner, steps: Sequence[Sequence[TokenBatch]]) -> list[StepResult]:
+    """Take all steps and return their results."""
     return [learner.update(step)[0] for step in learner.compute_old_log_probs(steps)]
 
 
 def parameters(learner: JointLearner, role: str) -> Tensor:
-    """All weights of one model in a row."""
+    """Return all weights of a learner's model as one vector."""
     return torch.cat([tensor.flatten().clone() for _, tensor in learner.weights(role)])
 
 
 def flat(model: PreTrainedModel) -> Tensor:
+    """Return all weights of a model as one vector."""
     return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
 
 
-def assert_same_move(found: Tensor, wanted: Tensor, start: Tensor, tolerance: float = 1e-4) -> None:
+def assert_same_move(weights: Tensor, expected: Tensor, start: Tensor, tolerance: float = 1e-4) -> None:
     """Two updates of the same weights agree, measured by the largest step; float32 keeps 1e-7 of a sum in any order."""
-    largest = (wanted.double() - start.double()).abs().max().item()
+    largest = (expected.double() - start.double()).abs().max().item()
     assert largest > 1e-3, "nothing moved: the comparison would be empty"
-    assert (found.double() - wanted.double()).abs().max().item() <= tolerance * largest
+    assert (weights.double() - expected.double()).abs().max().item() <= tolerance * largest
 
 
 # The reference: float64 copies, one sequence at a time, logits of the whole vocabulary, plain loops.
 
 
 def vocabulary_log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
-    """[T, V]"""
+    """Return the log-probs of all tokens of the vocabulary at each token of a response, [T, V]."""
     ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids.tolist()]])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt.token_ids) - 1 : -1]
     return torch.log_softmax(logits.double() / temperature, -1)
 
 
 def sampled_log_probs(model: PreTrainedModel, rollout: Rollout, temperature: float) -> Tensor:
+    """Return the log-probs of the tokens of a response, [T]."""
     return vocabulary_log_probs(model, rollout, temperature).gather(-1, rollout.token_ids[:, None])[:, 0]
 
 
@@ -211,7 +219,7 @@ def loss_of(
     old: OldLogProbs,
     max_length: int,
 ) -> JointLoss:
-    """The joint loss on a micro-batch, without sums over a step."""
+    """Return the joint loss on a micro-batch, without sums over a step."""
     inputs, _ = measured_inputs(policy, batch, old, OldLogProbs.of(scores))
     return joint_loss(policy, rollout_model, batch, scores, old, inputs, {}, max_length)
 
@@ -231,34 +239,37 @@ def reference_losses(
     numbers=OBRS,
     budget=None,
 ) -> tuple[Tensor, Tensor]:
-    """Eq. 5, and eqs. 6 and 7 with the numbers of `rollout_model_objective`, over the tokens that were sampled; `now`
-    carries the gradients.
+    """Return the losses of both models, over the tokens that were sampled; `now` carries the gradients.
 
-    `old["rollout_model"]` is the model that wrote: Z is the sum over its whole vocabulary; `budget` chooses lam so that
-    it is that. The uniforms are those of seed 0.
+    They are eq. 5, and eqs. 6 and 7 with the numbers of `rollout_model_objective`. `old["rollout_model"]` is the model
+    that wrote: Z is the sum over its whole vocabulary; `budget` chooses lam so that it is that. The uniforms are those
+    of seed 0.
     """
-    lam, c1, c2 = numbers["lam"], numbers["c1"], numbers["c2"]
-    tokens = []  # (row, acceptance, Z, everything else) of each token
+    lam = numbers["lam"]
+    c1, c2 = numbers["c1"], numbers["c2"]
+
+    tokens = []  # (row, advantage, acceptance, Z, uniform, lam, and log-probs) of each token
     for row, item in enumerate(items):
         policy, rollout_model = (vocabulary_log_probs(now[role], item.rollout, temperature) for role in now)
         with torch.no_grad():
-            before, writer = (vocabulary_log_probs(old[role], item.rollout, temperature) for role in now)
+            old_policy, writer = (vocabulary_log_probs(old[role], item.rollout, temperature) for role in now)
         draws = uniforms([fold_in(0, "accept", item.rollout.uid, epoch)], torch.arange(len(item.rollout.token_ids)))
         for t, token in enumerate(item.rollout.token_ids.tolist()):
             if not item.rollout.sampled_mask[t]:
                 continue
-            aim = (before if target == "old" else policy.detach())[t]
+            aim = (old_policy if target == "old" else policy.detach())[t]
             if budget is not None:
                 lam = _lam_by_bisection(writer[t].exp(), aim.exp(), budget)
             z = torch.minimum(writer[t].exp(), aim.exp() / lam).sum().item()
             p_inf = item.rollout.rollout_log_probs[t].item()
             a = min(1.0, math.exp(aim[token].item() - p_inf) / lam)
             new, omega = policy[t, token], rollout_model[t, token]
-            start = {"old": before[t, token].item(), "new": new.item(), "rollout": p_inf}[proximal]
+            start = {"old": old_policy[t, token].item(), "new": new.item(), "rollout": p_inf}[proximal]
             kl = (policy[t].detach().exp() * (policy[t].detach() - rollout_model[t])).sum()
-            others = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
-            tokens.append((row, item.advantages[t].item(), a, z, draws[t].item(), lam, *others))
-    kappa = math.fsum(token[2] for token in tokens) / math.fsum(token[3] for token in tokens)
+            log_probs = (p_inf, aim[token].item(), start, writer[t, token].item(), kl, new, omega)
+            tokens.append((row, item.advantages[t].item(), a, z, draws[t].item(), lam, *log_probs))
+
+    kappa = math.fsum(token[2] for token in tokens) / math.fsum(token[3] for token in tokens)  # acceptance over Z
     policy_rows, omega_rows = [[] for _ in items], [[] for _ in items]
     for row, advantage, a, z, u, lam, p_inf, aim, start, wrote, kl, new, omega in tokens:
         accept = a if mask == "expected" else float(u < a)
@@ -271,6 +282,7 @@ def reference_losses(
 
 
 def _lam_by_bisection(p_inf: Tensor, p_target: Tensor, budget: float) -> float:
+    """Return the lam at which Z is `budget`."""
     low, high = 1e-6, 1e6
     for _ in range(100):
         lam = math.sqrt(low * high)
@@ -279,12 +291,14 @@ def _lam_by_bisection(p_inf: Tensor, p_target: Tensor, budget: float) -> float:
 
 
 def _ppo(log_ratio: Tensor, advantage: float) -> Tensor:
+    """Return the minimum of ratio A and clipped ratio A, clipped at 0.8 and 1.2."""
     ratio = log_ratio.exp()
     is_clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
     return (1.2 if advantage > 0 else 0.8) * advantage * torch.ones_like(ratio) if is_clipped else ratio * advantage
 
 
 def _aggregate(rows: list[list[tuple[Tensor, float]]], aggregate: str) -> Tensor:
+    """Aggregate (loss, count) of the tokens of each response."""
     sums = [(sum(loss for loss, _ in row), sum(count for _, count in row)) for row in rows]
     if aggregate == "seq-mean-token-mean":
         present = [loss / count for loss, count in sums if count > 0]
@@ -297,10 +311,13 @@ class ReferenceAdamW:
     """AdamW, arXiv 1711.05101 algorithm 2, on one flat float64 vector, without decay and without a schedule."""
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.config, self.steps, self.first, self.second = config, 0, 0.0, 0.0
+        self.config, self.steps = config, 0
+        self.first, self.second = 0.0, 0.0  # moments
 
     def step(self, weights: Tensor, gradient: Tensor) -> Tensor:
-        (beta1, beta2), self.steps = self.config.betas, self.steps + 1
+        """Return the weights after another step."""
+        beta1, beta2 = self.config.betas
+        self.steps += 1
         self.first = beta1 * self.first + (1 - beta1) * gradient
         self.second = beta2 * self.second + (1 - beta2) * gradient.square()
         mean, variance = self.first / (1 - beta1**self.steps), self.second / (1 - beta2**self.steps)
@@ -308,4 +325,5 @@ class ReferenceAdamW:
 
 
 def gradient(loss: Tensor, model: PreTrainedModel) -> Tensor:
-    return torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+    """Return the gradient of a loss by all weights of a model as one vector."""
+    return torch.cat([tensor.flatten() for tensor in torch.autograd.grad(loss, list(model.parameters()))])

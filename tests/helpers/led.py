@@ -41,32 +41,33 @@ def fork_ranks(
     patience: float = 30.0,
     meanwhile: Meanwhile = lambda ranks: None,
 ) -> Ended:
-    """Do `work` with its number in each rank until all have ended.
+    """Do `work` in each rank, which is its argument, until all have ended.
 
     Args:
         output: folder for what the ranks print.
         patience: seconds that the others have to end after the first one, before they are killed.
         meanwhile: called with the processes once all have been started.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     output.mkdir(parents=True, exist_ok=True)
     files = [output / f"rank{rank}.txt" for rank in range(size)]
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_rank, args=(rank, size, port, work, files[rank])) for rank in range(size)]
-    for one, file in zip(ranks, files, strict=True):
+    for process, file in zip(ranks, files, strict=True):
         file.touch()  # a rank may be killed before it begins
-        one.start()
+        process.start()
     meanwhile(ranks)
-    wait([one.sentinel for one in ranks])
+
+    wait([process.sentinel for process in ranks])
     deadline = time.monotonic() + patience
-    for one in ranks:
-        one.join(max(0.0, deadline - time.monotonic()))
-        if one.exitcode is None:
-            one.kill()  # as torchrun does
-            one.join()
-    return Ended([one.exitcode for one in ranks], [path.read_text() for path in files])
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()  # as torchrun does
+            process.join()
+    return Ended([process.exitcode for process in ranks], [path.read_text() for path in files])
 
 
 def _nothing(line: dict) -> None:
@@ -93,30 +94,34 @@ def run_ranks(
     return fork_ranks(size, work, folder.with_name(f"{folder.name}-output"), patience, meanwhile)
 
 
-def assert_close_runs(one: Path, other: Path) -> None:
+def assert_close_runs(run: Path, other_run: Path) -> None:
     """Weights are bit-equal, and metrics but for the last bits of sums over shards."""
     for role in ("policy", "rollout_model"):
-        ours, theirs = weights(one, role), weights(other, role)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    for line, same in zip(metrics(one), metrics(other), strict=True):
-        assert line.keys() == same.keys()
+        run_weights, other_weights = weights(run, role), weights(other_run, role)
+        assert run_weights.keys() == other_weights.keys()
+        for name, tensor in run_weights.items():
+            assert torch.equal(tensor, other_weights[name]), name
+
+    for line, other_line in zip(metrics(run), metrics(other_run), strict=True):
+        assert line.keys() == other_line.keys()
         for name, value in line.items():
-            assert same[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-12)), name
+            assert other_line[name] == (None if value is None else pytest.approx(value, rel=1e-9, abs=1e-12)), name
 
 
-def sending(number: int, rank: int, folder: Path, after: int) -> OnLine:
-    """Send a rank a signal once the line of iteration `after` is written."""
+def sending(signal_number: int, rank: int, folder: Path, after: int) -> OnLine:
+    """Return a listener that sends a rank a signal once the line of iteration `after` is written."""
 
     def listen(line: dict) -> None:
         if line["iteration"] == after:
-            os.kill(json.loads((folder / "ranks" / f"{rank}.json").read_text())["pid"], number)
+            os.kill(json.loads((folder / "ranks" / f"{rank}.json").read_text())["pid"], signal_number)
 
     return listen
 
 
 def _rank(rank: int, size: int, port: int, work: Callable[[int], None], output: Path) -> None:
+    """Do the work of a rank in this process, with torchrun's variables, and end it with an exit code."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

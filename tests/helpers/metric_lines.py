@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-ITERATIONS, BROKEN_FROM = 100, 60
+ITERATIONS, BROKEN_FROM = 100, 60  # changes hold from iteration 60
 HEALTHY = {
     "checkpoint/failed": 0,
     "correction/accepted": 0.92,
@@ -82,7 +82,7 @@ BEFORE = {"eval/policy_accuracy": 0.4, "eval/policy_reward": -0.4}  # training
 def history(
     changes: dict[str, float] | None = None, since: int = BROKEN_FROM, until: int = 10**6
 ) -> list[dict[str, Any]]:
-    """A healthy run with small waves and one wild iteration; `changes` hold from `since` to `until`."""
+    """Return a healthy run with small waves and one wild iteration; `changes` hold from `since` to `until`."""
     lines: list[dict[str, Any]] = [{"iteration": 0, "time": 0.0} | EVALUATED | BEFORE]
     for iteration in range(1, ITERATIONS + 1):
         wave = 1.0 + 0.02 * math.sin(iteration)
@@ -91,7 +91,9 @@ def history(
         if iteration == 30:
             line |= {"mismatch/ratio_max": 1e5, "mismatch/ess": 0.01, "mismatch/kl_rollout_policy": 3.0}
         if since <= iteration <= until:
-            line |= {k: v for k, v in (changes or {}).items() if not k.startswith("eval/") or iteration % 10 == 0}
+            is_evaluated = iteration % 10 == 0
+            changed = changes or {}
+            line |= {name: changed[name] for name in changed if is_evaluated or not name.startswith("eval/")}
         if iteration > 1:  # totals over the run stay what they were
             line |= {name: max(line[name], lines[-1][name]) for name in ("checkpoint/failed", "files/failed")}
         lines.append({"iteration": iteration, "time": float(iteration)} | line)
@@ -106,11 +108,12 @@ LEARNING = {"eval/policy_accuracy", "eval/policy_reward", "eval/rollout_model_ac
 
 
 def evaluated(*accuracies: float, error: float = 0.02, every: int = 10, measure: str = "accuracy") -> list[dict]:
-    """A healthy run with these evaluations, the first one before training."""
+    """Return a healthy run with these evaluations, the first one before training."""
     lines = [
         {"iteration": iteration} | {name: value for name, value in line.items() if name not in LEARNING}
         for iteration, line in enumerate(history()[: every * (len(accuracies) - 1) + 1])
     ]
-    for line, value in zip(lines[::every], accuracies, strict=True):
+    evaluated_lines = lines[::every]
+    for line, value in zip(evaluated_lines, accuracies, strict=True):
         line |= {f"eval/policy_{measure}": value, f"eval/policy_{measure}_stderr": error}
     return lines

@@ -21,14 +21,15 @@ def starts_processes(path: Path, tests: Path, function: str, fixtures: Collectio
     if str(path.relative_to(tests)).startswith(PATHS):
         return True
 
-    names_of, seen, left = _names_by_function(path), set(), [function, *fixtures]
-    while left:
-        name = left.pop()
+    names_of = _names_by_function(path)
+    visited, pending = set(), [function, *fixtures]
+    while pending:
+        name = pending.pop()
         if name in STARTERS:
             return True
-        if name not in seen:
-            seen.add(name)
-            left += names_of.get(name, ())
+        if name not in visited:
+            visited.add(name)
+            pending += names_of.get(name, ())
     return False
 
 
@@ -54,10 +55,10 @@ def _names_by_function(path: Path) -> dict[str, list[str]]:
 
 def _mentioned(node: ast.AST) -> Iterator[str]:
     """Yield the names and attributes in a tree, and the arguments of functions, which may be fixtures."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            yield part.id
-        elif isinstance(part, ast.Attribute):
-            yield part.attr
-        elif isinstance(part, ast.arg):
-            yield part.arg
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            yield child.id
+        elif isinstance(child, ast.Attribute):
+            yield child.attr
+        elif isinstance(child, ast.arg):
+            yield child.arg

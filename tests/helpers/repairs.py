@@ -13,19 +13,20 @@ from jackpot.training.old_policy import MicroBatch
 
 
 def micro_batches_of(items: Sequence[TrainingSample], budget: int = 60) -> list[MicroBatch]:
+    """Return the micro-batches of a step, with at most `budget` tokens each where a response has fewer."""
     return [MicroBatch(tokens=batch, old=None) for batch in batches(items, budget=budget)[0]]
 
 
 def gradient_of_update(learner: JointLearner, parts: Sequence[MicroBatch]) -> tuple[Tensor, StepResult]:
-    """Take one optimizer step; the sum of the policy's gradient on this rank, in a row, and the result."""
-    seen: list[Tensor] = []
+    """Take one optimizer step; return the sum of the policy's gradients on this rank, as one vector, and the result."""
+    sums_of_gradients: list[Tensor] = []
     step = learner._optimizer.step
 
-    def look(sums, **arguments):
-        gradients = [one.grad for one in learner.models["policy"].parameters()]
-        seen.append(torch.cat([one.double().flatten().clone() for one in gradients]))
+    def recording_step(sums, **arguments):
+        gradients = [parameter.grad for parameter in learner.models["policy"].parameters()]
+        sums_of_gradients.append(torch.cat([gradient.double().flatten().clone() for gradient in gradients]))
         return step(sums, **arguments)
 
-    learner._optimizer.step = look
+    learner._optimizer.step = recording_step
     result, _ = learner.update(parts)
-    return seen[0], result
+    return sums_of_gradients[0], result

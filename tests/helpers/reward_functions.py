@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
 
-KEPT: list[bytearray] = []
+KEPT: list[bytearray] = []  # memory that this process does not give back
 
 
 def length(problem: str, response: str, answer: str, finished: bool) -> int:
@@ -26,7 +26,7 @@ def arguments(*, problem: str, response: str, answer: str, finished: bool) -> fl
 
 
 def says(problem: str, response: str, answer: str, finished: bool) -> float:
-    """Execute the first word of the response, and return 1."""
+    """Do what the first word of the response says, and return 1."""
     word = response.split()[0]
     if word == "exit":
         os._exit(3)
@@ -48,9 +48,9 @@ def says(problem: str, response: str, answer: str, finished: bool) -> float:
     if word == "print":
         print('{"value": 7.0, "worn": false}', flush=True)
     if word == "forge":
-        for number in range(3, 64):  # the socket to the pool is one of them
+        for descriptor in range(3, 64):  # the socket to the pool is one of them
             with suppress(OSError):
-                os.write(number, (response.split(maxsplit=1)[1] + "\n").encode())
+                os.write(descriptor, (response.split(maxsplit=1)[1] + "\n").encode())
     if word == "escape":
         child = Popen(["sleep", "1000"], start_new_session=True)
         Path(response.split()[1]).write_text(str(child.pid))
@@ -103,10 +103,10 @@ def raises(**_: object) -> float:
     raise RuntimeError("no judge answers")
 
 
-number = 5
+number = 5  # no function
 
 
-ARRIVED: list[str] = []
+ARRIVED: list[str] = []  # responses whose calls wait in `together`
 
 
 def one(**_: object) -> float:

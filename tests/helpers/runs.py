@@ -37,6 +37,7 @@ COST = ForwardCost(per_token=1, per_pair=0)  # then FLOPs are tokens read
 
 
 def small_config(*overrides: str, arm: str | None = None) -> Config:
+    """Return the quickstart's settings with those of `SMALL` and further ones."""
     return resolve("quickstart", arm, [*SMALL, *overrides])
 
 
@@ -45,7 +46,7 @@ class Killed(BaseException):
 
 
 def run(config: Config, folder: Path, kill_after: int | None = None) -> list[MetricsLine]:
-    """Train until the end, or until the line of iteration `kill_after` is written; the lines seen."""
+    """Train until the end, or until the line of iteration `kill_after` is written; return the lines of metrics."""
     lines: list[MetricsLine] = []
 
     def listen(line: MetricsLine) -> None:
@@ -100,25 +101,25 @@ class FinishedRuns:
 
 
 def contents(folder: Path) -> dict[str, bytes | str]:
-    """What every file in a folder holds, and where every link leads; the lock says who took it last."""
+    """Return what every file in a folder holds, and where every link leads; the lock says who took it last."""
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.name != ".lock"}
     links = {name: str(path.readlink()) for name, path in paths.items() if path.is_symlink()}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()} | links
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """Return the lines of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder: Path, role: str) -> dict[str, Any]:
-    """The tensors of the newest checkpoint."""
+    """Return the tensors of a model in the newest checkpoint."""
     files = (folder / "checkpoints" / "last" / role).glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what a clock says."""
+    """Return the lines of metrics.jsonl without what a clock says."""
     return [
         {
             key: value
@@ -130,37 +131,40 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(first: Path, second: Path, roles: list[str]) -> None:
-    """Weights, metrics and the saved rollouts."""
+    """Weights, metrics and the saved rollouts of two runs are equal to the bit."""
     for role in roles:
-        ours, theirs = weights(first, role), weights(second, role)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        first_weights, second_weights = weights(first, role), weights(second, role)
+        assert first_weights.keys() == second_weights.keys()
+        assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
     assert metrics(first) == metrics(second)
 
-    names, others = (sorted(path.name for path in (run / "rollouts").glob("*.parquet")) for run in (first, second))
-    assert names and names == others
-    for name in names:
+    first_files, second_files = (
+        sorted(path.name for path in (run / "rollouts").glob("*.parquet")) for run in (first, second)
+    )
+    assert first_files
+    assert first_files == second_files
+    for name in first_files:
         assert pq.read_table(first / "rollouts" / name) == pq.read_table(second / "rollouts" / name)
 
 
-def assert_equal(ours, theirs) -> None:
-    """Nested containers with bit-equal tensors."""
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert_equal(ours[name], theirs[name])
-    elif isinstance(ours, list | tuple):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other)
+def assert_equal(first, second) -> None:
+    """Nested containers are equal, and the tensors in them to the bit."""
+    assert type(first) is type(second)
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for name in first:
+            assert_equal(first[name], second[name])
+    elif isinstance(first, list | tuple):
+        for first_item, second_item in zip(first, second, strict=True):
+            assert_equal(first_item, second_item)
     else:
-        assert ours == theirs
+        assert first == second
 
 
 def saved(run: Path) -> tuple[dict[str, bytes | str], list[dict]]:
-    """The files of all checkpoints, and what is in the state.pt of each: equal ones may have other bytes."""
+    """Return the files of all checkpoints, and what is in the state.pt of each: equal ones may have other bytes."""
     files, states = contents(run / "checkpoints"), []
     for name in [name for name in files if name.endswith("state.pt")]:
         states.append(load_state((run / "checkpoints" / name).parent))

@@ -45,6 +45,8 @@ MOST_LINES = 3  # of metrics.jsonl that a life writes before it is killed
 
 
 class Scenario(NamedTuple):
+    """The settings of a run that is killed."""
+
     recipe: str
     arm: str
     overrides: tuple[str, ...] = ()
@@ -52,8 +54,8 @@ class Scenario(NamedTuple):
     def config(self, kills: int) -> Config:
         """Return settings of a run of short iterations that cannot end before it was killed `kills` times."""
         sizes = [*SMALL, f"iterations={MOST_LINES * (kills + 1) + 2}"]
-        whole = resolve(self.recipe, self.arm, self.overrides)
-        if whole.batch.mini_batch_size:  # several optimizer steps an iteration
+        config = resolve(self.recipe, self.arm, self.overrides)
+        if config.batch.mini_batch_size:  # several optimizer steps an iteration
             sizes.append("batch.mini_batch_size=2")
         return resolve(self.recipe, self.arm, [*sizes, *self.overrides])
 
@@ -109,6 +111,7 @@ class Life:
 
 
 def _train(config: Config, folder: Path, lines: int) -> int:
+    """Train in this process and return its exit code; each line of metrics writes a byte to the pipe `lines`."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
     def listen(line: dict) -> None:
@@ -125,41 +128,46 @@ def _train(config: Config, folder: Path, lines: int) -> int:
 
 
 def soak(home: Path, scenario: Scenario, kills: int, seed: str) -> Soak:
-    config, moments, soaked = scenario.config(kills), random.Random(seed), Soak()
-    began = time.time()
+    """Run a scenario without a kill, then kill it so many times, and let it end."""
+    config = scenario.config(kills)
+    moments, soaked = random.Random(seed), Soak()
+
+    start = time.time()
     assert Life(config, home / "whole").end(kill=False) == 0
     times = [line["time"] for line in RunFolder(home / "whole").read("metrics.jsonl")]
-    start_up, iteration = times[0] - began, (times[-1] - times[0]) / config.iterations
+    start_up, iteration_seconds = times[0] - start, (times[-1] - times[0]) / config.iterations
+
     folder = home / "killed"
-    first = moments.randrange(2)
-    for number in range(kills):
-        left = set(unfinished(folder / "checkpoints"))  # by lives before this one
+    first_kind = moments.randrange(2)  # 1: the first kill comes within a checkpoint
+    for kill_index in range(kills):
+        old_remains = set(unfinished(folder / "checkpoints"))  # of lives before this one
         life = Life(config, folder)
         if kills == 1:
             life.wait_for_lines(1 + config.checkpoint.every)  # or there is nothing to continue from
-        if (first + number) % 2:
-            while not set(unfinished(folder / "checkpoints")) - left and life.is_alive():
+        if (first_kind + kill_index) % 2:
+            while not set(unfinished(folder / "checkpoints")) - old_remains and life.is_alive():
                 time.sleep(0.001)
-            time.sleep(moments.uniform(0.0, iteration))
+            time.sleep(moments.uniform(0.0, iteration_seconds))
         else:
             lines = moments.randint(0, MOST_LINES)
             life.wait_for_lines(lines)
-            time.sleep(moments.uniform(0.0, iteration if lines else start_up + iteration))
-        assert life.end(kill=True) == -signal.SIGKILL, f"a life ended by itself after {number} kills"
-        look(soaked, folder, left, life.born)
+            time.sleep(moments.uniform(0.0, iteration_seconds if lines else start_up + iteration_seconds))
+        assert life.end(kill=True) == -signal.SIGKILL, f"a life ended by itself after {kill_index} kills"
+        add_remains(soaked, folder, old_remains, life.born)
+
     assert Life(config, folder).end(kill=False) == 0
-    soaked.seconds = time.time() - began
+    soaked.seconds = time.time() - start
     return soaked
 
 
-def look(soaked: Soak, folder: Path, left: set[tuple], born: float) -> None:
-    """Add what a kill left."""
+def add_remains(soaked: Soak, folder: Path, old_remains: set[tuple], born: float) -> None:
+    """Add to `soaked` what a kill left in the folder."""
     newest, corrupt = Checkpoints(folder / "checkpoints", 2).find()
     assert not corrupt, corrupt
     lines = RunFolder(folder).read("metrics.jsonl")
     soaked.steps.append(newest.state["iteration"] if newest else 0)
     soaked.lost.append(max((line["iteration"] for line in lines), default=0) - soaked.steps[-1])
-    soaked.within_a_checkpoint += bool(set(unfinished(folder / "checkpoints")) - left)
+    soaked.within_a_checkpoint += bool(set(unfinished(folder / "checkpoints")) - old_remains)
     soaked.before_training += not lines or lines[-1]["time"] < born
 
 
@@ -177,6 +185,7 @@ def unfinished(checkpoints: Path) -> Iterator[tuple]:
 
 
 def main() -> None:
+    """Answer each line of the standard input with the result of its scenario."""
     home, seed = Path(sys.argv[1]), sys.argv[2]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a life prints is no answer
@@ -185,8 +194,8 @@ def main() -> None:
     load_model("starter:policy", torch.float32)  # what transformers imports late
     for line in sys.stdin:
         name, kills = line.split()
-        found = soak(home / name, SCENARIOS[name], int(kills), f"{seed} {name}")
-        print(json.dumps(asdict(found)), file=answers, flush=True)
+        result = soak(home / name, SCENARIOS[name], int(kills), f"{seed} {name}")
+        print(json.dumps(asdict(result)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

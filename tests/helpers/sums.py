@@ -5,9 +5,10 @@ import torch
 from jackpot.core.metrics import Sums
 
 
-def assert_equal_sums(one: Sums, other: Sums) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert type(one[name]) is type(other[name]), name
-        for mine, theirs in zip(one[name], other[name], strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True, msg=name)
+def assert_equal_sums(first: Sums, second: Sums) -> None:
+    """Two sums have the same names, kinds of entries and values to the bit; NaN is equal to NaN."""
+    assert first.keys() == second.keys()
+    for name in first:
+        assert type(first[name]) is type(second[name]), name
+        for first_value, second_value in zip(first[name], second[name], strict=True):
+            torch.testing.assert_close(first_value, second_value, rtol=0.0, atol=0.0, equal_nan=True, msg=name)

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VOCABULARY = 12
+VOCABULARY = 12  # tokens
 Gap = Callable[[Tensor, torch.Generator], Tensor]  # maps the sampler's logits to the policy's
 
 
 def noise(size: float) -> Gap:
-    """Another engine or an older policy: every logit is a little off."""
+    """Return the gap of another engine or an older policy: every logit is a little off."""
     return lambda logits, generator: logits + size * torch.randn(logits.shape, generator=generator, dtype=logits.dtype)
 
 
 def discovered(share: float, lift: float) -> Gap:
-    """Heavy tails: in `share` of the states the policy favors a token that the sampler hardly ever draws."""
+    """Return a gap with heavy tails: in `share` of the states the policy favors a token that the sampler avoids."""
 
     def gap(logits: Tensor, generator: torch.Generator) -> Tensor:
-        lifted = logits.clone()
-        chosen = torch.rand(len(logits), generator=generator) < share
-        rare = logits.argmin(-1)
-        lifted[chosen, rare[chosen]] += lift
-        return lifted
+        policy_logits = logits.clone()
+        is_lifted = torch.rand(len(logits), generator=generator) < share
+        rarest_ids = logits.argmin(-1)
+        policy_logits[is_lifted, rarest_ids[is_lifted]] += lift
+        return policy_logits
 
     return gap
 
@@ -35,24 +35,24 @@ def records(
 ) -> Iterator[dict[str, Any]]:
     """Yield one record for each response. `stale`: an older version of the policy sampled it, else another model."""
     generator = torch.Generator().manual_seed(seed)
-    for number in range(responses):
+    for index in range(responses):
         logits = 2.0 * torch.randn(length, VOCABULARY, generator=generator, dtype=torch.float64)
         sampler = logits.log_softmax(-1)
         policy = gap(logits, generator).log_softmax(-1)
         ids = torch.multinomial(sampler.exp(), 1, generator=generator)
-        sampled, scored = (rows.gather(1, ids).squeeze(1).tolist() for rows in (sampler, policy))
+        sampler_log_probs, policy_log_probs = (rows.gather(1, ids).squeeze(1).tolist() for rows in (sampler, policy))
         record = {
-            "uid": f"response {number}",
+            "uid": f"response {index}",
             "token_ids": ids.squeeze(1).tolist(),
-            "rollout_log_probs": sampled,
-            "old_log_probs": sampled if stale else scored,
-            "log_probs": scored,
-            "advantages": 1.0 if number % 2 else -1.0,
+            "rollout_log_probs": sampler_log_probs,
+            "old_log_probs": sampler_log_probs if stale else policy_log_probs,
+            "log_probs": policy_log_probs,
+            "advantages": 1.0 if index % 2 else -1.0,
         }
         if lists:
-            every = torch.arange(VOCABULARY).expand(length, -1).tolist()
-            record |= {"rollout_top_ids": every, "rollout_top_log_probs": sampler.tolist()}
-            record |= {"policy_top_ids": every, "policy_top_log_probs": policy.tolist()}
+            all_ids = torch.arange(VOCABULARY).expand(length, -1).tolist()
+            record |= {"rollout_top_ids": all_ids, "rollout_top_log_probs": sampler.tolist()}
+            record |= {"policy_top_ids": all_ids, "policy_top_log_probs": policy.tolist()}
         yield record
 
 

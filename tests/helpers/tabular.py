@@ -16,7 +16,7 @@ from jackpot.core.types import TokenBatch
 from jackpot.objectives.joint import TokenScores, token_scores
 from jackpot.objectives.kernels.linear_head import Head, joint_linear_head
 
-VOCAB, EOS = 3, 2
+VOCAB, EOS = 3, 2  # tokens 0, 1 and the end of a sequence
 
 
 @dataclass(frozen=True)
@@ -36,52 +36,55 @@ class World:
         return [word for word in words if word[-1] == EOS or len(word) == self.horizon]
 
     def steps(self, sequence):
-        """(number of the prefix, token) of each position."""
-        index = {prefix: number for number, prefix in enumerate(self.prefixes)}
-        return [(index[sequence[:t]], token) for t, token in enumerate(sequence)]
+        """Return (index of the prefix, token) of each position."""
+        indices = {prefix: index for index, prefix in enumerate(self.prefixes)}
+        return [(indices[sequence[:t]], token) for t, token in enumerate(sequence)]
 
     def random_table(self, generator, spread=1.0):
+        """Return a table of normal logits."""
         return generator.normal(scale=spread, size=(len(self.prefixes), VOCAB))
 
 
 def probabilities(table):
+    """Return the softmax of each row."""
     exp = np.exp(table - table.max(-1, keepdims=True))
     return exp / exp.sum(-1, keepdims=True)
 
 
 def sequence_probability(world, table, sequence):
+    """Return the probability that a table writes a sequence."""
     p = probabilities(table)
     return math.prod(p[step] for step in world.steps(sequence))
 
 
 def visits(world, table):
-    """d(s): the probability that each prefix is reached."""
-    reached = np.zeros(len(world.prefixes))
-    for number, prefix in enumerate(world.prefixes):
+    """Return d(s), the probability that each prefix is reached."""
+    visit_probs = np.zeros(len(world.prefixes))
+    for index, prefix in enumerate(world.prefixes):
         p = probabilities(table)
-        reached[number] = math.prod(p[step] for step in world.steps(prefix))
-    return reached
+        visit_probs[index] = math.prod(p[step] for step in world.steps(prefix))
+    return visit_probs
 
 
 def values(world, table, rewards):
-    """Q(s, a) = E[reward | prefix s, then token a], the rest written by `table`: [S, V]."""
+    """Return Q(s, a) = E[reward | prefix s, then token a], the rest written by `table`: [S, V]."""
     q = np.zeros((len(world.prefixes), VOCAB))
-    for number, prefix in enumerate(world.prefixes):
+    for index, prefix in enumerate(world.prefixes):
         for token in range(VOCAB):
             start = (*prefix, token)
-            following = [s for s in world.sequences if s[: len(start)] == start]
-            weights = [sequence_probability(world, table, s) for s in following]
-            q[number, token] = sum(w * rewards[s] for w, s in zip(weights, following, strict=True)) / sum(weights)
+            continuations = [s for s in world.sequences if s[: len(start)] == start]
+            weights = [sequence_probability(world, table, s) for s in continuations]
+            q[index, token] = sum(w * rewards[s] for w, s in zip(weights, continuations, strict=True)) / sum(weights)
     return q
 
 
 def score_gradient(world, table, coefficients):
-    """sum_s sum_a coefficients[s, a] grad log p(a | s), with the softmax's gradient written out: [S, V]."""
+    """Return sum_s sum_a coefficients[s, a] grad log p(a | s), with the softmax's gradient written out: [S, V]."""
     return coefficients - coefficients.sum(-1, keepdims=True) * probabilities(table)
 
 
 def batch_of(world, rollout_table, sequences, advantages, uniforms, num_top=VOCAB):
-    """The sequences as an engine would hand them over. `uniforms` [B, T]; prompts are of no account."""
+    """Return the sequences as an engine would hand them over. `uniforms` [B, T]; prompts do not matter."""
     count, width = len(sequences), max(map(len, sequences))
     log_inf = torch.from_numpy(np.log(probabilities(rollout_table)))
     mask = torch.zeros(count, width, dtype=torch.bool)
@@ -91,7 +94,9 @@ def batch_of(world, rollout_table, sequences, advantages, uniforms, num_top=VOCA
     top_log_probs = torch.zeros(count, width, num_top, dtype=torch.float64)
     for row, sequence in enumerate(sequences):
         for t, (state, token) in enumerate(world.steps(sequence)):
-            mask[row, t], ids[row, t], rollout[row, t] = True, token, log_inf[state, token]
+            mask[row, t] = True
+            ids[row, t] = token
+            rollout[row, t] = log_inf[state, token]
             top_log_probs[row, t], top_ids[row, t] = log_inf[state].topk(num_top)
     return TokenBatch(
         uids=tuple(map(str, range(count))),
@@ -112,14 +117,14 @@ def batch_of(world, rollout_table, sequences, advantages, uniforms, num_top=VOCA
 
 
 def weight_of(table):
-    """The head's weight [V, S] for a table, a leaf."""
+    """Return the head's weight [V, S] for a table, a leaf."""
     return torch.from_numpy(table.T.copy()).requires_grad_()
 
 
 def scores_of(
     world, batch, sequences, policy_weight, rollout_weight, lam, *, num_top=0, is_current=False, distill=None
 ) -> TokenScores:
-    """What `token_scores` makes of the two heads at these sequences."""
+    """Return what `token_scores` makes of the two heads at these sequences."""
     states = torch.tensor([state for sequence in sequences for state, _ in world.steps(sequence)])
     hidden = torch.nn.functional.one_hot(states, len(world.prefixes)).double()
     head = joint_linear_head(

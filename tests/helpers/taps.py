@@ -33,7 +33,7 @@ from jackpot.rollout.engines import process
 from jackpot.training.ranks import Ranks
 
 FAULTS = ("last", "late", "cut", "stalled", "repeated", "fuzzed", "noise")
-_AGAIN = 0.05  # seconds after which a message comes a second time
+_REPEAT_SECONDS = 0.05  # after which a message comes a second time
 Send = Callable[[bytes], Any]
 
 
@@ -45,13 +45,13 @@ def sealed(body: bytes) -> Tensor:
 def fuzzed(message: bytes, seed: int = 0) -> bytes:
     """Return a message in which some bytes of its second half are others."""
     draw, data = random.Random(seed), bytearray(message)
-    for place in draw.choices(range(len(data) // 2, len(data)), k=3):
-        data[place] ^= draw.randrange(1, 256)
+    for index in draw.choices(range(len(data) // 2, len(data)), k=3):
+        data[index] ^= draw.randrange(1, 256)
     return bytes(data)
 
 
 class Tap:
-    """What happens to one message.
+    """Does something to one message.
 
     Args:
         kind: of the message.
@@ -66,7 +66,8 @@ class Tap:
     def __init__(
         self, kind: str, fault: str, number: int = 1, *, late: float = 5.0, seed: int = 0, note: Path | None = None
     ) -> None:
-        self.kind, self.fault, self.number, self.late, self.seed = kind, fault, number, late, seed
+        self.kind, self.number = kind, number
+        self.fault, self.late, self.seed = fault, late, seed
         self.seen: Counter[str] = Counter()  # messages by kind
         self.note = note
         self._turn = threading.Lock()
@@ -75,10 +76,10 @@ class Tap:
         """Count a message; return whether it is the one."""
         with self._turn:
             self.seen[kind] += 1
-            hit = kind == self.kind and self.seen[kind] == self.number
-            if hit and self.note:
+            is_hit = kind == self.kind and self.seen[kind] == self.number
+            if is_hit and self.note:
                 self.note.touch()
-            return hit
+            return is_hit
 
     def hand_on(self, kind: str, message: bytes, send: Send, end: Callable[[], None]) -> None:
         """Send a message, altered where it is the one.
@@ -106,7 +107,7 @@ class Tap:
                 raise ConnectionError
             case "repeated":
                 send(message)
-                time.sleep(_AGAIN)
+                time.sleep(_REPEAT_SECONDS)
                 send(message)
             case "fuzzed":
                 send(fuzzed(message, self.seed))
@@ -124,9 +125,9 @@ def _relay(read: Callable[[], tuple[str, bytes]], send: Send, tap: Tap, end: Cal
     with suppress(OSError, EOFError):
         while True:
             tap.hand_on(*read(), send, end)
-    for one in ends:
+    for connection in ends:
         with suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 # Engine processes
@@ -138,12 +139,13 @@ def tapped(start: process.Start, tap: Tap) -> process.Start:
     Kinds of messages are `setup`, what is asked for (`generate`), `answer to generate` and so on, and `sign`.
     """
 
-    async def begin(theirs: socket.socket) -> asyncio.subprocess.Process:
-        near, far = socket.socketpair()
-        ours = theirs.dup()
-        child = await start(far)
-        far.close()
-        asked = ["setup"]
+    async def begin(child_end: socket.socket) -> asyncio.subprocess.Process:
+        # the child gets the far end of a new pair; messages go from `parent_side` to `child_side` and back
+        child_side, far_end = socket.socketpair()
+        parent_side = child_end.dup()
+        child = await start(far_end)
+        far_end.close()
+        ask_kind = ["setup"]  # of what was asked last
 
         def frame(stream: Any) -> bytes:
             head = stream.read(process._HEAD.size)
@@ -155,20 +157,21 @@ def tapped(start: process.Start, tap: Tap) -> process.Start:
         def ask(stream: Any) -> tuple[str, bytes]:
             message = frame(stream)
             value = unpack(torch.frombuffer(bytearray(message[process._HEAD.size :]), dtype=torch.uint8))
-            asked[0] = value["do"] if isinstance(value, dict) and "do" in value else "setup"
-            return asked[0], message
+            ask_kind[0] = value["do"] if isinstance(value, dict) and "do" in value else "setup"
+            return ask_kind[0], message
 
         def answer(stream: Any) -> tuple[str, bytes]:
             message = frame(stream)
-            return f"answer to {asked[0]}" if len(message) > process._HEAD.size else "sign", message
+            return f"answer to {ask_kind[0]}" if len(message) > process._HEAD.size else "sign", message
 
         def kill() -> None:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
-        for source, target, read, end in ((ours, near, ask, die), (near, ours, answer, kill)):
+        directions = ((parent_side, child_side, ask, die), (child_side, parent_side, answer, kill))
+        for source, target, read, end in directions:
             stream = source.makefile("rb")
-            relay = (partial(read, stream), target.sendall, tap, end, (ours, near))
+            relay = (partial(read, stream), target.sendall, tap, end, (parent_side, child_side))
             threading.Thread(target=_relay, args=relay, daemon=True).start()
         return child
 
@@ -192,11 +195,13 @@ class TCPTap:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
+        """Connect each client to the server, with a thread for each direction."""
         while True:
             client, _ = self._listener.accept()
             server = socket.create_connection(("127.0.0.1", self._server))
             ask, answer = self._readers()
-            for source, target, read, end in ((client, server, ask, die), (server, client, answer, self._end)):
+            directions = ((client, server, ask, die), (server, client, answer, self._end))
+            for source, target, read, end in directions:
                 stream = source.makefile("rb")
                 relay = (partial(read, stream), target.sendall, self._tap, end, (client, server))
                 threading.Thread(target=_relay, args=relay, daemon=True).start()
@@ -208,12 +213,12 @@ class TCPTap:
     def _readers(self) -> tuple[Callable, Callable]:
         """Return what reads a message and its kind from each side of a new connection."""
 
-        def some(kind: str, stream: Any) -> tuple[str, bytes]:
+        def read_some(kind: str, stream: Any) -> tuple[str, bytes]:
             if not (data := stream.read1()):
                 raise EOFError
             return kind, data
 
-        return partial(some, "sent"), partial(some, "received")
+        return partial(read_some, "sent"), partial(read_some, "received")
 
 
 class HTTPTap(TCPTap):
@@ -223,7 +228,7 @@ class HTTPTap(TCPTap):
     """
 
     def _readers(self) -> tuple[Callable, Callable]:
-        asked = [""]
+        ask_kind = [""]  # of what was asked last
 
         def message(stream: Any) -> tuple[bytes, bytes]:
             lines = []
@@ -231,19 +236,19 @@ class HTTPTap(TCPTap):
                 lines.append(line)
             if not line:
                 raise EOFError
-            sizes = [one for one in lines if one.lower().startswith(b"content-length:")]
+            sizes = [header for header in lines if header.lower().startswith(b"content-length:")]
             body = stream.read(int(sizes[0].partition(b":")[2])) if sizes else b""
             return b"".join([*lines, line]), body
 
         def ask(stream: Any) -> tuple[str, bytes]:
             head, body = message(stream)
             path = head.split()[1].decode().partition("?")[0]
-            asked[0] = json.loads(body)["method"] if path == "/collective_rpc" else path
-            return asked[0], head + body
+            ask_kind[0] = json.loads(body)["method"] if path == "/collective_rpc" else path
+            return ask_kind[0], head + body
 
         def answer(stream: Any) -> tuple[str, bytes]:
             data = b"".join(message(stream))
-            return f"answer to {asked[0]}", data
+            return f"answer to {ask_kind[0]}", data
 
         return ask, answer
 
@@ -277,10 +282,11 @@ class TappedActor:
         await self._received("answer to begin", None, self._node.remote)
 
     def _answers(self, message: np.ndarray, weights: Any) -> "_Answers":
-        asked = unpack(torch.from_numpy(message.copy()))["do"]
-        return _Answers(self, asked, self._sent(asked, message, lambda message: self._answer.remote(message, weights)))
+        kind = unpack(torch.from_numpy(message.copy()))["do"]
+        return _Answers(self, kind, self._sent(kind, message, lambda message: self._answer.remote(message, weights)))
 
     async def _sent(self, kind: str, message: np.ndarray, call: Callable[[np.ndarray], Any]) -> Any:
+        """Send a message by a call, altered where it is the one."""
         if self._tap.hits(kind):
             match self._tap.fault:
                 case "late":
@@ -293,6 +299,7 @@ class TappedActor:
         return call(message)
 
     async def _received(self, kind: str, data: Any, more: Callable[[], Any]) -> Any:
+        """Return what was received, altered where it is the one; `more` waits for what comes next."""
         if self._tap.hits(kind):
             match self._tap.fault:
                 case "last":
@@ -315,17 +322,17 @@ class TappedActor:
 class _Answers:
     """The signs of life and the answer of a tapped actor."""
 
-    def __init__(self, actor: TappedActor, asked: str, sent: Coroutine[Any, Any, Any]) -> None:
-        self._actor, self._asked, self._sent = actor, asked, sent
+    def __init__(self, actor: TappedActor, ask_kind: str, sending: Coroutine[Any, Any, Any]) -> None:
+        self._actor, self._ask_kind, self._sending = actor, ask_kind, sending
         self._stream: Any = None
 
     async def _more(self) -> np.ndarray:
         return await (await anext(self._stream))
 
     async def __anext__(self) -> Any:
-        self._stream = self._stream or await self._sent
+        self._stream = self._stream or await self._sending
         data = await self._more()
-        kind = f"answer to {self._asked}" if len(data) else "sign"
+        kind = f"answer to {self._ask_kind}" if len(data) else "sign"
         altered = asyncio.get_running_loop().create_future()
         altered.set_result(await self._actor._received(kind, data, self._more))
         return altered
@@ -341,7 +348,8 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
     message that is cut or stalled ends after its length; `noise` is another length. `connection` is rank 1's share of a
     sum of all ranks, which comes when rank 0 waits for it: the connection is shut, or half of a frame comes before it.
     """
-    send_message, send, all_gather = Ranks._send, dist.send, dist.all_gather
+    send_message = Ranks._send
+    send, all_gather = dist.send, dist.all_gather
 
     def tapped_send(ranks: Ranks, value: Any, rank: int) -> None:
         kind = f"reply to {ranks._last.name}" if ranks.rank else value[1] if value else "end"
@@ -361,16 +369,17 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
             send(tensor, rank, group)
 
     def _replay(parts: list[tuple[Tensor, int, Any]]) -> None:
+        """Send the parts of the message with its fault."""
         draw = random.Random(tap.seed)
         if tap.fault == "late":
             time.sleep(tap.late)
         if tap.fault == "noise":
-            other = torch.tensor([draw.randrange(-(2**63), 2**63) for _ in range(2)])
-            parts[0] = (other, *parts[0][1:])
+            other_length = torch.tensor([draw.randrange(-(2**63), 2**63) for _ in range(2)])
+            parts[0] = (other_length, *parts[0][1:])
         if tap.fault == "fuzzed":
-            tensor, *where = parts[-1]
+            tensor, *target = parts[-1]
             data = fuzzed(tensor.numpy().tobytes(), tap.seed)
-            parts[-1] = (torch.frombuffer(bytearray(data), dtype=tensor.dtype), *where)
+            parts[-1] = (torch.frombuffer(bytearray(data), dtype=tensor.dtype), *target)
         for index, part in enumerate(parts):
             send(*part)
             if index == 0 and tap.fault == "cut":
@@ -388,13 +397,17 @@ def tap_ranks(monkeypatch: pytest.MonkeyPatch, tap: Tap) -> None:
             time.sleep(0.3)
             for descriptor in _connections():
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.send(bytes(5)) if tap.fault == "stalled" else connection.shutdown(socket.SHUT_RDWR)
+                    if tap.fault == "stalled":
+                        connection.send(bytes(5))  # half of a frame
+                    else:
+                        connection.shutdown(socket.SHUT_RDWR)
         all_gather(rows, message)
 
     def _connections() -> list[int]:
-        """The descriptors of gloo's connections to the other ranks."""
-        store, every = int(os.environ["MASTER_PORT"]), psutil.Process().net_connections("tcp")
-        return [one.fd for one in every if one.raddr and store not in (one.laddr.port, one.raddr.port)]
+        """Return the descriptors of gloo's connections to the other ranks."""
+        store_port = int(os.environ["MASTER_PORT"])
+        connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
+        return [each.fd for each in connections if store_port not in (each.laddr.port, each.raddr.port)]
 
     class Store(dist.PrefixStore):
         def set(self, key: str, value: bytes) -> None:

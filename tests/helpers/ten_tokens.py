@@ -29,14 +29,14 @@ class Digits(Task):
         return Prompt(uid=f"digits/{split}/{index}", text=text, answer=text[0], token_ids=tuple(ids))
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        given = response.split()
-        share = given.count(prompt.answer) / max(1, len(given))
+        words = response.split()
+        share = words.count(prompt.answer) / max(1, len(words))
         return Score(reward=share if self._reward is None else self._reward, correct=share > 0.5)
 
 
 def settings(folder: Path, reward: float | None = None) -> tuple[str, ...]:
     """Write the models below `folder` and return the overrides that train them."""
-    vocabulary = {token: number for number, token in enumerate(TOKENS)}
+    vocabulary = {token: index for index, token in enumerate(TOKENS)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[PAD]"))
     for seed, role in enumerate(("policy", "rollout_model")):
         model = tiny_model(seed, len(TOKENS), hidden_size=32, intermediate_size=48, num_hidden_layers=1, head_dim=16)

@@ -13,7 +13,7 @@ TOKENIZER = load_tokenizer("starter:policy")
 
 
 class OneTensor:
-    """Enough of a learner to be saved."""
+    """Has as much of a learner as a checkpoint saves."""
 
     def __init__(self, iteration: int) -> None:
         self._iteration = iteration
@@ -30,6 +30,7 @@ class OneTensor:
 
 
 def save(folder: Path, iteration: int, keep: int = 2, is_best: bool = False, best: int | None = None) -> None:
+    """Save the checkpoint of an iteration and remove old ones; `best` is the best iteration, this one if `is_best`."""
     best = iteration if is_best else best
     state = {"iteration": iteration, "best": None if best is None else {"iteration": best, "accuracy": 0.5}}
     checkpoints = Checkpoints(folder, keep)

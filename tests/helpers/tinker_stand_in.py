@@ -45,7 +45,7 @@ class StandInTrainingClient:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self._tokenizer = model, tokenizer
         self._optimizer: torch.optim.AdamW | None = None
-        self.seen: list[tuple[str, list[Any]]] = []  # what was asked: loss and data
+        self.calls: list[tuple[str, list[Any]]] = []  # name of the loss, and data
         self.gradients: list[list[Tensor]] = []  # of every step, before clipping
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -54,31 +54,31 @@ class StandInTrainingClient:
     def forward_backward(
         self, data: list[Any], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Future[Any]:
-        self.seen.append((loss_fn, data))
+        self.calls.append((loss_fn, data))
         outputs, total = [], 0.0
         for datum in data:
-            given = {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
-            if given.keys() != INPUTS[loss_fn]:
-                raise ValueError(f"{loss_fn} reads {sorted(INPUTS[loss_fn])}, not {sorted(given)}")
+            inputs = {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
+            if inputs.keys() != INPUTS[loss_fn]:
+                raise ValueError(f"{loss_fn} reads {sorted(INPUTS[loss_fn])}, not {sorted(inputs)}")
             ids = torch.tensor([datum.model_input.to_ints()])
-            every = self.model(ids).logits[0].float().log_softmax(-1)
-            targets = given["target_tokens"]
-            chosen = every.gather(-1, targets.reshape(len(every), -1)).reshape(targets.shape)
-            loss = loss_of(loss_fn, chosen, given, loss_fn_config or {})
+            log_probs = self.model(ids).logits[0].float().log_softmax(-1)
+            targets = inputs["target_tokens"]
+            target_log_probs = log_probs.gather(-1, targets.reshape(len(log_probs), -1)).reshape(targets.shape)
+            loss = loss_of(loss_fn, target_log_probs, inputs, loss_fn_config or {})
             loss.backward()
             total += loss.item()
-            outputs.append({"logprobs": types().TensorData.from_torch(chosen.detach())})
+            outputs.append({"logprobs": types().TensorData.from_torch(target_log_probs.detach())})
         return Future(SimpleNamespace(metrics={"loss:sum": total}, loss_fn_outputs=outputs))
 
     def optim_step(self, optim_params: Any) -> Future[Any]:
-        own = list(self.model.parameters())
-        self._optimizer = self._optimizer or torch.optim.AdamW(own)
+        parameters = list(self.model.parameters())
+        self._optimizer = self._optimizer or torch.optim.AdamW(parameters)
         for group in self._optimizer.param_groups:
             group |= {"lr": optim_params.learning_rate, "betas": (optim_params.beta1, optim_params.beta2)}
             group |= {"eps": optim_params.eps, "weight_decay": optim_params.weight_decay}
-        self.gradients.append([one.grad.clone() for one in own])
+        self.gradients.append([parameter.grad.clone() for parameter in parameters])
         if optim_params.grad_clip_norm:
-            torch.nn.utils.clip_grad_norm_(own, optim_params.grad_clip_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, optim_params.grad_clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return Future(SimpleNamespace(metrics={}))
@@ -87,11 +87,11 @@ class StandInTrainingClient:
         return Future(StandInSamplingClient(copy.deepcopy(self.model).eval()))
 
 
-def loss_of(name: str, log_probs: Tensor, given: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """The sums that Tinker documents: cross entropy, -ratio A, and PPO's minimum with a clipped ratio."""
+def loss_of(name: str, log_probs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Return a sum that Tinker documents: cross entropy, -ratio A, and PPO's minimum with a clipped ratio."""
     if name == "cross_entropy":
-        return -(given["weights"] * log_probs).sum()
-    ratio, advantages = (log_probs - given["logprobs"]).exp(), given["advantages"]
+        return -(inputs["weights"] * log_probs).sum()
+    ratio, advantages = (log_probs - inputs["logprobs"]).exp(), inputs["advantages"]
     if name == "importance_sampling":
         return -(ratio * advantages).sum()
     clipped = ratio.clamp(config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2))
@@ -116,38 +116,39 @@ class StandInSamplingClient:
         target_prompt_logprobs: Any | None = None,
     ) -> Future[Any]:
         ids = torch.tensor([prompt.to_ints()])
-        sequences = [
-            self._sequence(ids, number, sampling_params, topk_sample_logprobs) for number in range(num_samples)
-        ]
+        sequences = [self._sequence(ids, index, sampling_params, topk_sample_logprobs) for index in range(num_samples)]
         response = SimpleNamespace(
             sequences=sequences, prompt_logprobs=None, topk_prompt_logprobs=None, target_prompt_logprobs=None
         )
-        every = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        full_log_probs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
         if include_prompt_logprobs:
-            response.prompt_logprobs = [None, *every.gather(-1, ids[0, 1:, None])[:, 0].tolist()]
+            response.prompt_logprobs = [None, *full_log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()]
         if topk_prompt_logprobs:
-            log_probs, ids_of = every.topk(topk_prompt_logprobs)
+            log_probs, ids_of = full_log_probs.topk(topk_prompt_logprobs)
             response.topk_prompt_logprobs = [None, *map(listed, ids_of, log_probs)]
         if target_prompt_logprobs is not None:
             targets = target_prompt_logprobs.to_torch()
-            if len(targets) != len(every):
-                raise ValueError(f"target_prompt_logprobs has {len(targets)} rows, the prompt needs {len(every)}")
-            found = torch.where(targets >= 0, every.gather(-1, targets.clamp(min=0)), 0.0)
-            response.target_prompt_logprobs = types().TensorData.from_torch(found)
+            if len(targets) != len(full_log_probs):
+                raise ValueError(
+                    f"target_prompt_logprobs has {len(targets)} rows, the prompt needs {len(full_log_probs)}"
+                )
+            values = torch.where(targets >= 0, full_log_probs.gather(-1, targets.clamp(min=0)), 0.0)
+            response.target_prompt_logprobs = types().TensorData.from_torch(values)
         return Future(response)
 
-    def _sequence(self, prompt: Tensor, number: int, params: Any, k: int) -> Any:
+    def _sequence(self, prompt: Tensor, index: int, params: Any, k: int) -> Any:
         """One token after the other, from the whole sequence each time."""
-        random = torch.Generator().manual_seed(1_000_003 * (params.seed or 0) + number)
-        ids, log_probs, top = prompt, [], []
-        end = self._model.generation_config.eos_token_id
+        random = torch.Generator().manual_seed(1_000_003 * (params.seed or 0) + index)
+        ids = prompt
+        log_probs, top = [], []  # of each token
+        ends = self._model.generation_config.eos_token_id
         for _ in range(params.max_tokens):
-            now = (self._model(ids).logits[0, -1].float() / params.temperature).log_softmax(-1)
-            token = torch.multinomial(now.exp(), 1, generator=random)
+            next_log_probs = (self._model(ids).logits[0, -1].float() / params.temperature).log_softmax(-1)
+            token = torch.multinomial(next_log_probs.exp(), 1, generator=random)
             ids = torch.cat([ids, token[None]], dim=1)
-            log_probs.append(now[token].item())
-            top.append(listed(*reversed(now.topk(k))))
-            if token.item() in (end if isinstance(end, list) else [end]):
+            log_probs.append(next_log_probs[token].item())
+            top.append(listed(*reversed(next_log_probs.topk(k))))
+            if token.item() in (ends if isinstance(ends, list) else [ends]):
                 break
         tokens = ids[0, prompt.shape[1] :].tolist()
         return SimpleNamespace(tokens=tokens, logprobs=log_probs, topk_logprobs=top if k else None)
@@ -208,11 +209,11 @@ class AdamParams:
 
 
 def types() -> ModuleType:
-    """The module `tinker`: the installed one, or one with the types above."""
+    """Return the module `tinker`: the installed one, or one with the types above."""
     if "tinker" not in sys.modules and importlib.util.find_spec("tinker") is None:
         module = ModuleType("tinker")
         module.__dict__.update(
-            {one.__name__: one for one in (TensorData, ModelInput, Datum, SamplingParams, AdamParams)}
+            {kind.__name__: kind for kind in (TensorData, ModelInput, Datum, SamplingParams, AdamParams)}
         )
         module.TrainingClient, module.SamplingClient = StandInTrainingClient, StandInSamplingClient
         sys.modules["tinker"] = module

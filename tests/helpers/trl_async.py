@@ -22,21 +22,24 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-POLICY, WRITER, TOP, MAX_NEW = "starter:text_policy", "starter:text_rollout_model", 5, 8
+POLICY, WRITER = "starter:text_policy", "starter:text_rollout_model"
+TOP, MAX_NEW = 5, 8  # entries of a top-k list, tokens of a turn
 FOLDER = str(starter_path("text_policy"))
 
 
 def attention(q, k, v, starts_q, starts_k, *_, softmax_scale, causal, window_size) -> Tensor:
-    """What `flash_attn_varlen_func` computes, which is for GPUs: a segment attends to its keys, aligned at the end."""
+    """Compute what `flash_attn_varlen_func` does on GPUs: a segment attends to its keys, aligned at the end."""
     assert causal and window_size == (-1, -1)
     parts = []
     for i in range(len(starts_q) - 1):
         queries, keys, values = (
             x[starts[i] : starts[i + 1]].transpose(0, 1) for x, starts in ((q, starts_q), (k, starts_k), (v, starts_k))
         )
-        seen = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - queries.shape[1])
+        is_visible = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril(
+            keys.shape[1] - queries.shape[1]
+        )
         mixed = scaled_dot_product_attention(
-            queries[None], keys[None], values[None], attn_mask=seen, scale=softmax_scale, enable_gqa=True
+            queries[None], keys[None], values[None], attn_mask=is_visible, scale=softmax_scale, enable_gqa=True
         )
         parts.append(mixed[0].transpose(0, 1))
     return torch.cat(parts)
@@ -51,6 +54,7 @@ def on_the_cpu(patch: Any, packing: ModuleType, trainer: ModuleType, worker: Mod
 
 
 def data() -> Dataset:
+    """Return sixteen problems in words."""
     from datasets import Dataset
 
     rows = [(a, b) for a in range(2, 6) for b in range(3, 7)]
@@ -63,11 +67,12 @@ def data() -> Dataset:
 
 
 def reward(completions: list[Any], **others: Any) -> list[float]:
-    """Something that differs within a group."""
+    """Reward the number of different characters, which differs within a group."""
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 
 
 def config(folder: Path, **changes: Any) -> AsyncGRPOConfig:
+    """Return the settings of a short run."""
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     settings = dict(
@@ -84,7 +89,7 @@ def config(folder: Path, **changes: Any) -> AsyncGRPOConfig:
 
 
 def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Arguments of TRL's asynchronous trainer."""
+    """Return the arguments of TRL's asynchronous trainer."""
     from trl.chat_template_utils import qwen3_template
 
     tokenizer = load_tokenizer(POLICY)
@@ -140,16 +145,21 @@ def sample(model: Any, prompt: list[int], count: int, draws: torch.Generator, to
 
 @cache
 def samples(groups: int, listed: bool) -> list[Any]:
-    """Completions of the smaller starter as TRL's worker hands them on; of two turns in the second group."""
+    """Return completions of the smaller starter as TRL's worker hands them on; of two turns in the second group.
+
+    Args:
+        listed: whether each token comes with its top-k list.
+    """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    model, tokenizer, draws = load_model(WRITER, torch.float32), load_tokenizer(WRITER), torch.Generator()
-    draws.manual_seed(5)
-    made = []
+    model, tokenizer = load_model(WRITER, torch.float32), load_tokenizer(WRITER)
+    draws = torch.Generator().manual_seed(5)
+    completions = []
     for group in range(groups):
         prompt = tokenizer(f"Ben has {group} plums and gets 3. How many has Ben now?\n")["input_ids"]
         for member in range(4):
-            ids, mask, columns = list(prompt), [0] * len(prompt), []
+            ids, mask = list(prompt), [0] * len(prompt)
+            columns = []  # log-probs and lists of each part
             for turn in range(1 + (group == 1)):
                 if turn:
                     ids, mask = ids + prompt[:3], mask + [0] * 3
@@ -157,7 +167,7 @@ def samples(groups: int, listed: bool) -> list[Any]:
                 row = torch.cat([log_probs[:, None], top.indices.float(), top.values], -1)
                 columns += [torch.zeros(len(ids) - sum(map(len, columns)), row.shape[1]), row]
                 ids, mask = ids + tokens, mask + [1] * len(tokens)
-            made.append(
+            completions.append(
                 RolloutSample(
                     prompt=[],
                     completion=[],
@@ -170,14 +180,14 @@ def samples(groups: int, listed: bool) -> list[Any]:
                     metrics={"reward": 0.0},
                 )
             )
-    return made
+    return completions
 
 
 def made(cls: type, folder: Any, listed: bool, **more: Any) -> Any:
-    """A trainer of TRL's kind on rollouts of another model, and the first micro-batch of its data loader."""
-    twice = samples(2, listed) * 2  # as the data loader reads a batch ahead
-    given = {"rollout_worker": QueuedSamples(twice), "weight_transfer": NoTransfer()}
-    trainer = cls(**arguments(folder) | given, **more)
+    """Return a trainer of TRL's kind on rollouts of another model, and the first micro-batch of its data loader."""
+    two_batches = samples(2, listed) * 2  # as the data loader reads a batch ahead
+    parts = {"rollout_worker": QueuedSamples(two_batches), "weight_transfer": NoTransfer()}
+    trainer = cls(**arguments(folder) | parts, **more)
     trainer.model_version = 1
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -196,19 +206,21 @@ class StarterServer(ScriptedServer):
         self.settings["model_config"] |= {"max_model_len": 512, "max_logprobs": 20}
 
     def restart(self) -> None:
-        self.tag, self.weights = "default", {name: x.numpy() for name, x in self.model.state_dict().items()}
+        self.tag = "default"
+        self.weights = {name: tensor.numpy() for name, tensor in self.model.state_dict().items()}
 
     def load(self, folder: str) -> None:
         super().load(folder)
-        self.model.load_state_dict({name: torch.from_numpy(x) for name, x in self.weights.items()})
+        self.model.load_state_dict({name: torch.from_numpy(array) for name, array in self.weights.items()})
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         self.draws.manual_seed(body["seed"])
         tokens, log_probs, top = sample(self.model, body["prompt"], body["max_tokens"], self.draws, body["logprobs"])
         columns = zip(tokens, log_probs.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
         tops = [
-            {f"token_id:{token}": value} | {f"token_id:{k}": v for k, v in zip(ids, values, strict=True)}
+            {f"token_id:{token}": value}
+            | {f"token_id:{top_id}": top_value for top_id, top_value in zip(ids, values, strict=True)}
             for token, value, ids, values in columns
         ]
-        chosen = {"token_ids": tokens, "logprobs": {"token_logprobs": log_probs.tolist(), "top_logprobs": tops}}
-        return {"choices": [chosen | {"finish_reason": "length", "prompt_token_ids": body["prompt"]}]}
+        choice = {"token_ids": tokens, "logprobs": {"token_logprobs": log_probs.tolist(), "top_logprobs": tops}}
+        return {"choices": [choice | {"finish_reason": "length", "prompt_token_ids": body["prompt"]}]}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trl import GRPOConfig
 
 POLICY, ROLLOUT_MODEL = str(starter_path("policy")), "starter:rollout_model"
-MAX_NEW = 24
+MAX_NEW = 24  # tokens of a completion
 COMPLETIONS = {"completion_ids", "completion_mask", "sampling_per_token_logps", "jackpot_uniforms"}
 COMPLETIONS |= {"jackpot_top_ids", "jackpot_top_log_probs"}  # TRL's columns and ours with an entry for every token
 # An eps this large makes AdamW's step proportional to the gradient, so that equal weights mean equal gradients.
@@ -42,18 +42,19 @@ ALIKE = {  # of TRL's arguments, what LINEAR is
 
 
 def data(rows: int = 64) -> Dataset:
+    """Return problems of the quickstart's task."""
     from datasets import Dataset
 
     task = make_task(ArithmeticConfig(), load_tokenizer("starter:policy"))
-    prompts = [task.prompt("train", number) for number in range(rows)]
-    return Dataset.from_list([{"prompt": one.text, "answer": one.answer} for one in prompts])
+    prompts = [task.prompt("train", index) for index in range(rows)]
+    return Dataset.from_list([{"prompt": prompt.text, "answer": prompt.answer} for prompt in prompts])
 
 
 def reward(completions: list[str], answer: list[str], **others: Any) -> list[float]:
-    """1 for the right answer, and a little for short completions, so that no group is equal throughout."""
+    """Return 1 for the right answer, and a little for short completions, so that no group is equal throughout."""
     return [
-        float(text.partition("#")[2] == one) + 0.02 * (len(text) % 5)
-        for text, one in zip(completions, answer, strict=True)
+        float(text.partition("#")[2] == right_answer) + 0.02 * (len(text) % 5)
+        for text, right_answer in zip(completions, answer, strict=True)
     ]
 
 
@@ -63,6 +64,7 @@ ON_A_CPU: dict[str, Any] = dict(
 
 
 def config(folder: Path, **changes: Any) -> GRPOConfig:
+    """Return the settings of a short run whose optimizer is `LINEAR`."""
     from trl import GRPOConfig
 
     settings = dict(
@@ -79,7 +81,7 @@ def config(folder: Path, **changes: Any) -> GRPOConfig:
 
 
 def arguments(folder: Path, rows: int = 64, **changes: Any) -> dict[str, Any]:
-    """Arguments of a trainer of TRL's kind."""
+    """Return the arguments of a trainer of TRL's kind."""
     return dict(
         model=POLICY,
         reward_funcs=reward,
@@ -90,12 +92,12 @@ def arguments(folder: Path, rows: int = 64, **changes: Any) -> dict[str, Any]:
 
 
 def token_batch(batch: dict[str, Any], name: str = "", version: tuple[int, int] = (-1, -1)) -> TokenBatch:
-    """The tensors of one of TRL's micro-batches, by its name, as ours, with advantages from before the correction.
+    """Return the tensors of one of TRL's micro-batches, by its name, as ours, with advantages before the correction.
 
     They were sampled by weights of `version`; those that are none of ours leave Z to the lists alone.
     """
     size, width = len(batch["completion_mask"]), int(batch["completion_mask"].sum(-1).max())  # of this micro-batch
-    batch = {key: one[:, :width] if key in COMPLETIONS else one for key, one in batch.items()}
+    batch = {key: column[:, :width] if key in COMPLETIONS else column for key, column in batch.items()}
     exists, none = batch["completion_mask"].bool(), torch.zeros(size, width, 0)
     return TokenBatch(
         uids=tuple(f"{name}/{row}" for row in range(size)),
@@ -122,7 +124,7 @@ def learner_of(
     on_support: bool = False,
     temperature: float = 1.0,
 ) -> JointLearner:
-    """Our learner, of the policy alone or of two models, from the start of the run."""
+    """Make our learner, of the policy alone or of two models, from the start of the run."""
     paths = {"policy": "starter:policy"} | ({"rollout_model": rollout_model.path} if rollout_model else {})
     models = {role: load_model(path, torch.float32) for role, path in paths.items()}
     settings = {"policy": LINEAR} | ({"rollout_model": rollout_model.optimizer} if rollout_model else {})
@@ -153,35 +155,38 @@ def walked_beside(trainer: type, learner: JointLearner, losses: list[tuple[float
     """
 
     class Compared(trainer):
-        buffered, steps, part, ours = None, [], [], None
+        buffered = None  # TRL's inputs of the steps in hand
+        steps, step_parts = [], []  # our micro-batches of these; (TRL's loss, our micro-batch) of the step so far
+        ours = None  # metrics of our last step
 
         def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
             inputs = super()._prepare_inputs(generation_batch)
             if self._buffered_inputs is not self.buffered:
                 self.buffered, size = self._buffered_inputs, self.args.gradient_accumulation_steps
                 version = {"version": learner.version} if versioned else {}
-                batches = [token_batch(one, str(place), **version) for place, one in enumerate(self.buffered)]
-                dealt = [batches[first : first + size] for first in range(0, len(batches), size)]
-                self.steps = [micro for step in learner.compute_old_log_probs(dealt) for micro in step]
+                batches = [token_batch(each, str(index), **version) for index, each in enumerate(self.buffered)]
+                steps = [batches[start : start + size] for start in range(0, len(batches), size)]
+                self.steps = [micro for step in learner.compute_old_log_probs(steps) for micro in step]
             return inputs
 
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
             loss = super()._compute_loss(model, inputs)
-            self.part.append((loss.detach(), self.steps[self._step % self.args.steps_per_generation]))
-            if len(self.part) == self.args.gradient_accumulation_steps:
-                self.ours = learner.update([micro for _, micro in self.part])[0].metrics
-                losses.append((float(sum(loss for loss, _ in self.part)), float(self.ours["policy/loss"].value)))
-                self.part.clear()
+            self.step_parts.append((loss.detach(), self.steps[self._step % self.args.steps_per_generation]))
+            if len(self.step_parts) == self.args.gradient_accumulation_steps:
+                self.ours = learner.update([micro for _, micro in self.step_parts])[0].metrics
+                trl_loss = float(sum(loss for loss, _ in self.step_parts))
+                losses.append((trl_loss, float(self.ours["policy/loss"].value)))
+                self.step_parts.clear()
             return loss
 
     return Compared
 
 
 def movement(now: list[Tensor], other: list[Tensor], start: list[Tensor]) -> tuple[float, float]:
-    """How far two models are apart, relative to how far the first has moved; and that."""
+    """Return how far two models are apart, relative to how far the first has moved; and that."""
 
-    def distance(these: list[Tensor], those: list[Tensor]) -> float:
-        return math.sqrt(sum(float((a - b).detach().square().sum()) for a, b in zip(these, those, strict=True)))
+    def distance(first: list[Tensor], second: list[Tensor]) -> float:
+        return math.sqrt(sum(float((a - b).detach().square().sum()) for a, b in zip(first, second, strict=True)))
 
-    moved = distance(now, start)
-    return distance(now, other) / moved, moved
+    path_length = distance(now, start)
+    return distance(now, other) / path_length, path_length

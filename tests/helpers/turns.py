@@ -24,7 +24,7 @@ class Tool(Task):
 
     def step(self, prompt: Prompt, response: str) -> str | None:
         response_ids = [int(word) for word in response.split()]
-        words = [(sum(response_ids) + number) % self._vocab_size for number in range(1 + sum(response_ids) % 2)]
+        words = [(sum(response_ids) + index) % self._vocab_size for index in range(1 + sum(response_ids) % 2)]
         return " ".join(map(str, words))
 
     def size(self, split: str) -> None:

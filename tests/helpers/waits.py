@@ -30,7 +30,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self, on_host: Iterable[Tensor]) -> None:
         super().__init__()
-        self.found: list[str] = []  # "operator at file:line", in order
+        self.places: list[str] = []  # "operator at file:line", in order
         self._host: dict[int, Tensor] = {}  # by the address of their memory, or their own, which they keep
         self.mark(on_host)
 
@@ -38,7 +38,7 @@ class Waits(TorchDispatchMode):
         inputs = _tensors((args, kwargs))
         is_host = bool(inputs) and all(map(self.is_host, inputs))
         name = func.overloadpacket.__name__
-        by_mask = name in INDEXING and any(one.dtype == torch.bool for one in args[1] if one is not None)
+        by_mask = name in INDEXING and any(index.dtype == torch.bool for index in args[1] if index is not None)
         by_repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
         if not is_host and (name in WAITING or by_mask or by_repeats):
             self.note(name + " by a mask" * by_mask)
@@ -64,7 +64,7 @@ class Waits(TorchDispatchMode):
     def note(self, name: str) -> None:
         """Note a wait, with the innermost line of the package or of transformers that is running."""
         frames = [frame for frame in traceback.extract_stack() if {"jackpot", "transformers"} & set(_parts(frame))]
-        self.found.append(f"{name} at " + " < ".join(f"{'/'.join(_parts(f)[-2:])}:{f.lineno}" for f in frames[:-4:-1]))
+        self.places.append(f"{name} at " + " < ".join(f"{'/'.join(_parts(f)[-2:])}:{f.lineno}" for f in frames[:-4:-1]))
 
     def is_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the host's."""
@@ -72,7 +72,8 @@ class Waits(TorchDispatchMode):
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors for the host's."""
-        self._host |= {one.untyped_storage().data_ptr() if one.numel() else id(one): one for one in tensors}
+        for tensor in tensors:
+            self._host[tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)] = tensor
 
 
 class _Reads(TorchFunctionMode):
@@ -109,7 +110,7 @@ def waits(on_host: Iterable[Tensor] = ()) -> Iterator[list[str]]:
     """
     counter = Waits(on_host)
     with counter, _Reads(counter):
-        yield counter.found
+        yield counter.places
 
 
 def _parts(frame: traceback.FrameSummary) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a run makes of the settings of its output layers."""
+"""A run records in its events which kernel computes its output layers, and turns TF32 on where the settings say so."""
 
 import json
 
@@ -9,16 +9,19 @@ from jackpot.objectives.kernels.reader import TorchReader
 
 
 def test_a_run_names_its_head_kernel_and_sets_tf32(tmp_path, monkeypatch):
-    class Named(TorchReader):
+    class NamedReader(TorchReader):
         name = "of this test"
 
-    monkeypatch.setattr("jackpot.launch.head_kernel.tile_reader", lambda kernel, device: Named())
-    small = ("iterations=1", "evaluation.problems=8")
+    monkeypatch.setattr("jackpot.launch.head_kernel.tile_reader", lambda kernel, device: NamedReader())
+    config = small_config("iterations=1", "evaluation.problems=8", "tf32=true")
+
     try:
-        run(small_config(*small, "tf32=true"), tmp_path)
+        run(config, tmp_path)
         assert torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+
     events = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    (found,) = [event for event in events if event["event"] == "head_kernel"]
-    assert found["kernel"] == "of this test" and found["iteration"] == 0
+    [kernel_event] = [event for event in events if event["event"] == "head_kernel"]
+    assert kernel_event["kernel"] == "of this test"
+    assert kernel_event["iteration"] == 0

@@ -1,4 +1,4 @@
-"""What a run's models are when they are loaded."""
+"""The models of a run have the output layers that the settings ask for; its engines close with the run."""
 
 from contextlib import ExitStack
 
@@ -16,18 +16,23 @@ from jackpot.objectives.kernels.linear_head import Fp32Linear
 
 def test_head_dtype_widens_every_output_layer():
     settings = ("objective.reference.kl_loss_coef=0.1", "policy.lora.rank=2")
-    for is_wide, added in ((False, ()), (True, ("head_dtype=fp32",))):
-        models = load_models(small_config(*settings, *added), None, torch.device("cpu"))
-        heads = {role: isinstance(output_layer(model), Fp32Linear) for role, model in models.items()}
-        assert heads == dict.fromkeys(("policy", "rollout_model", "reference"), is_wide)
+
+    for is_wide, override in ((False, ()), (True, ("head_dtype=fp32",))):
+        models = load_models(small_config(*settings, *override), None, torch.device("cpu"))
+
+        wide_heads = {role: isinstance(output_layer(model), Fp32Linear) for role, model in models.items()}
+        assert wide_heads == dict.fromkeys(("policy", "rollout_model", "reference"), is_wide)
 
 
-def test_engines_are_closed_where_what_comes_after_them_fails():
+def test_engines_close_with_the_stack_that_they_were_given():
     config = small_config("evaluation.engine=transformers")
+    specs = engine_specs(config, config.model_paths())
     undo = ExitStack()
-    engines = make_each(engine_specs(config, config.model_paths()), torch.device("cpu"), Version(0, 0), False, undo)
+    engines = make_each(specs, torch.device("cpu"), Version(0, 0), drafts=False, undo=undo)
     assert engines.keys() == {"engine", "evaluation.engine"}
-    undo.close()
+
+    undo.close()  # as it does where what comes after the engines fails
+
     for engine in engines.values():
         with pytest.raises(EngineError, match="closed"):
             engine.submit([])

@@ -31,15 +31,19 @@ REGIMES = {
 def test_two_ranks_train_what_one_trains_with(regime: str, tmp_path: Path) -> None:
     """Each rank adds micro-batches up, so weights are equal up to rounding."""
     config = small_config(*BRIEF, *REGIMES[regime], "batch.micro_batch_tokens=64")
-    ended = run_ranks(2, config, tmp_path / "two")
-    assert ended.codes == [0, 0], ended.printed
-    run(config, tmp_path / "one")
+
+    outcome = run_ranks(2, config, tmp_path / "two_ranks")
+    run(config, tmp_path / "one_rank")
+
+    assert outcome.codes == [0, 0], outcome.printed
     for role in ("policy", "rollout_model", *(["critic"] if config.critic else [])):
-        ours, theirs = weights(tmp_path / "two", role), weights(tmp_path / "one", role)
-        assert ours.keys() == theirs.keys()
-        assert compared([ours[name] for name in theirs], theirs.values()) <= 1e-6
-    (first, *_), (same, *_) = (metrics(tmp_path / name)[1:] for name in ("two", "one"))
-    assert first.keys() == same.keys() and first["tokens/rollout"] == same["tokens/rollout"]
+        two_rank_weights, one_rank_weights = (weights(tmp_path / name, role) for name in ("two_ranks", "one_rank"))
+        assert two_rank_weights.keys() == one_rank_weights.keys()
+        assert compared([two_rank_weights[name] for name in one_rank_weights], one_rank_weights.values()) <= 1e-6
+
+    two_rank_line, one_rank_line = (metrics(tmp_path / name)[1] for name in ("two_ranks", "one_rank"))
+    assert two_rank_line.keys() == one_rank_line.keys()
+    assert two_rank_line["tokens/rollout"] == one_rank_line["tokens/rollout"]
 
 
 @pytest.mark.parametrize(("lost", "ranks"), [(1, 1), pytest.param(0, 3, marks=pytest.mark.slow)])
@@ -52,41 +56,50 @@ def test_a_killed_rank_ends_all_and_other_ranks_continue(
     listen on is the loopback interface. Gloo nearly always sees at once that a rank has died; where it misses the
     moment the time limit ends the wait.
     """
-    run, heard = tmp_path / "run", tmp_path / "listening"
+    run, addresses_file = tmp_path / "run", tmp_path / "listening"
     config = small_config(*BRIEF, "placement.timeout=20")
-
+    survivor = 1 - lost
     kill = sending(signal.SIGKILL, lost, run, after=3)
 
-    def look(line: dict) -> None:
+    def note_addresses_and_kill(line: dict) -> None:
         all_ranks = [psutil.Process(), *psutil.Process(os.getppid()).children()]
-        open_ports = [one for rank in all_ranks for one in rank.net_connections() if one.status == psutil.CONN_LISTEN]
-        heard.write_text(" ".join(one.laddr.ip for one in open_ports))
+        connections = [connection for rank in all_ranks for connection in rank.net_connections()]
+        addresses = [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
+        addresses_file.write_text(" ".join(addresses))
         kill(line)
 
-    ended = run_ranks(2, config, run, look)
-    assert ended.codes[lost] == -signal.SIGKILL and ended.codes[1 - lost] == 2
-    error = ended.printed[1 - lost]
-    assert f"error: rank {1 - lost} lost another rank in " in error
-    last = json.loads((run / "ranks" / f"{lost}.json").read_text())
-    assert f"rank {lost} (process {last['pid']} on " in error
-    assert f"command {last['number']} ({last['command']})" in error
-    assert (run / "checkpoints" / "last").readlink() == Path("step-2")
-    assert set(heard.read_text().split()) == {"127.0.0.1"}
-    ended = run_ranks(ranks, config, run)
-    assert ended.codes == [0] * ranks, ended.printed
+    outcome = run_ranks(2, config, run, note_addresses_and_kill)
+
+    assert outcome.codes[lost] == -signal.SIGKILL
+    assert outcome.codes[survivor] == 2
+    error = outcome.printed[survivor]
+    assert f"error: rank {survivor} lost another rank in " in error
+    last_command = json.loads((run / "ranks" / f"{lost}.json").read_text())
+    assert f"rank {lost} (process {last_command['pid']} on " in error
+    assert f"command {last_command['number']} ({last_command['command']})" in error
+    assert (run / "checkpoints" / "last").readlink() == Path("step-2")  # one every two iterations
+    assert set(addresses_file.read_text().split()) == {"127.0.0.1"}
+
+    outcome = run_ranks(ranks, config, run)
+
+    assert outcome.codes == [0] * ranks, outcome.printed
     assert_close_runs(finished_run(*BRIEF), run)
+    starts = json.loads((run / "environment.json").read_text())["starts"]
+    assert [start["ranks"] for start in starts] == [2, ranks]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert [start["ranks"] for start in json.loads((run / "environment.json").read_text())["starts"]] == [2, ranks]
-    changed = [one["ranks"] for one in events if one["event"] == "environment_changed"]
-    assert changed == [f"ranks 2 -> {ranks}"]
+    rank_changes = [event["ranks"] for event in events if event["event"] == "environment_changed"]
+    assert rank_changes == [f"ranks 2 -> {ranks}"]
 
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_an_error_in_time(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = small_config(SHORT, "iterations=500", "placement.timeout=5")
-    ended = run_ranks(2, config, run, sending(signal.SIGSTOP, 1, run, after=0), patience=0.0)
-    assert ended.codes == [2, -signal.SIGKILL] and "rank 0 lost another rank in command " in ended.printed[0]
+
+    outcome = run_ranks(2, config, run, sending(signal.SIGSTOP, 1, run, after=0), patience=0.0)
+
+    assert outcome.codes == [2, -signal.SIGKILL]  # the one that stands still is killed from outside
+    assert "rank 0 lost another rank in command " in outcome.printed[0]
 
 
 @pytest.mark.slow
@@ -97,49 +110,66 @@ def test_a_signal_ends_all_ranks_after_a_checkpoint(tmp_path: Path) -> None:
         for rank in (1, 0):
             sending(signal.SIGTERM, rank, run, after=1)(line)
 
-    ended = run_ranks(2, small_config(SHORT, "iterations=500"), run, terminate)
-    assert ended.codes == [0, 0], ended.printed
+    outcome = run_ranks(2, small_config(SHORT, "iterations=500"), run, terminate)
+
+    assert outcome.codes == [0, 0], outcome.printed
     assert (run / "checkpoints" / "last").readlink() == Path(f"step-{read_lines(run)[-1]['iteration']}")
-    first, second = (json.loads((run / "ranks" / f"{rank}.json").read_text()) for rank in range(2))
-    assert first["number"] == second["number"] > 4 and first["state"] == second["state"] == "done"
-    assert first["pid"] != second["pid"]
+    last_commands = [json.loads((run / "ranks" / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [command["state"] for command in last_commands] == ["done", "done"]
+    assert last_commands[0]["number"] == last_commands[1]["number"]
+    assert last_commands[0]["number"] > 4
+    assert last_commands[0]["pid"] != last_commands[1]["pid"]
 
 
 def test_ranks_with_a_gpu_each_use_nccl_beside_gloo(monkeypatch) -> None:
     """What a machine with two GPUs would do; none has run it."""
-    taken: list[int] = []
-    second = ProcessRank(3, 4, 1, 2)
+    chosen_gpus: list[int] = []
+    last_rank = ProcessRank(rank=3, size=4, local_rank=1, local_size=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    assert BACKENDS[_own_device("cpu", second).type] == "gloo" and not taken
-    device = _own_device("auto", second)
-    assert (device, taken, BACKENDS[device.type]) == (torch.device("cuda", 1), [1], "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "set_device", chosen_gpus.append)
+
+    device = _own_device("cpu", last_rank)
+    assert BACKENDS[device.type] == "gloo"
+    assert chosen_gpus == []
+
+    device = _own_device("auto", last_rank)
+    assert device == torch.device("cuda", 1)
+    assert chosen_gpus == [1]
+    assert BACKENDS[device.type] == "cpu:gloo,cuda:nccl"
+
     with pytest.raises(ConfigError, match=r"3 ranks on a machine with 2 GPUs.*--nproc-per-node 2, or device=cpu"):
-        _own_device("cuda", ProcessRank(0, 3, 0, 3))
+        _own_device("cuda", ProcessRank(rank=0, size=3, local_rank=0, local_size=3))
 
 
 def test_ranks_share_out_the_free_cores_of_their_machine(monkeypatch) -> None:
     monkeypatch.setattr(cores, "free_cores", lambda: 9)
-    for ranks, wanted in ((1, 9), (4, 2), (16, 1)):
-        numbers = {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
-        for name, number in numbers.items():
-            monkeypatch.setenv(name, str(number))
-        assert cores.pick_threads("auto") == wanted
+
+    for local_ranks, expected_threads in ((1, 9), (4, 2), (16, 1)):  # 9 // ranks, and at least 1
+        variables = {"RANK": 0, "WORLD_SIZE": 16, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_ranks}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+        assert cores.pick_threads("auto") == expected_threads
 
 
 def test_a_group_that_cannot_start_says_why_once(tmp_path: Path) -> None:
     config = small_config("engine=vllm", "evaluation.engine=transformers", "placement.engines=0")
-    ended = run_ranks(2, config, tmp_path / "run", patience=0.0)
-    assert ended.codes[0] == 2 and "and engine vllm sets up torch.distributed in the process" in ended.printed[0]
-    assert ended.printed[1] == ""
+
+    outcome = run_ranks(2, config, tmp_path / "run", patience=0.0)
+
+    assert outcome.codes[0] == 2
+    assert "and engine vllm sets up torch.distributed in the process" in outcome.printed[0]
+    assert outcome.printed[1] == ""
 
 
-@pytest.mark.parametrize(("here", "interface"), [(2, "lo"), (1, None)])
-def test_ranks_of_one_machine_talk_over_its_loopback(here: int, interface: str | None, monkeypatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+@pytest.mark.parametrize(("local_size", "interface"), [(2, "lo"), (1, None)])
+def test_ranks_of_one_machine_talk_over_its_loopback(local_size: int, interface: str | None, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # so that the test's end undoes what `_store` sets
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+
     with pytest.raises(RankError, match="rank 0 of 2 does not reach the others"):
-        _store(ProcessRank(0, 2, 0, here))
+        _store(ProcessRank(rank=0, size=2, local_rank=0, local_size=local_size))
+
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface

@@ -11,9 +11,10 @@ from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
-VOCAB_SIZE, EOS, CONTEXT, WINDOW = 40, 1, 128, 12
-MIXED = ["sliding_attention", "full_attention"]
-PLAIN = {
+VOCAB_SIZE, EOS = 40, 1
+CONTEXT, WINDOW = 128, 12  # tokens
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+BASE_SETTINGS = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -42,8 +43,8 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without windows": ("mistral", {"sliding_window": None}),
     "mixtral": ("mixtral", EXPERTS | {"sliding_window": None}),
     "gemma": ("gemma", {}),
-    "gemma2": ("gemma2", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
-    "gemma3_text": ("gemma3_text", {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 16}),
+    "gemma2": ("gemma2", {"sliding_window": WINDOW, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": 16}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": WINDOW, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": 16}),
     "phi3": ("phi3", {"sliding_window": None}),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
@@ -62,11 +63,13 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # with recurrent states
 
 
 def make_config(name: str, **changes: Any) -> PreTrainedConfig:
-    kind, special = (CHANGES | HYBRIDS)[name]
-    return CONFIG_MAPPING[kind](**PLAIN | special | changes)
+    """Return the config of a tiny model, by its name in `CHANGES` or `HYBRIDS`."""
+    model_type, own_settings = (CHANGES | HYBRIDS)[name]
+    return CONFIG_MAPPING[model_type](**BASE_SETTINGS | own_settings | changes)
 
 
 def make_model(name: str, attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
+    """Return a tiny model, by its name in `CHANGES` or `HYBRIDS`, with random weights, always the same."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_config(name, **changes), attn_implementation=attention)
     for parameter in model.parameters():  # biases and norms too, which start at 0 or 1
@@ -83,19 +86,18 @@ def make_engine(model: PreTrainedModel, **settings: Any) -> TransformersEngine:
 def make_requests(lengths: list[int], group: int = 3, num_new: int = 30) -> list[Request]:
     """Return `group` requests per prompt length, of five response lengths: rows end alone and together."""
     draw = torch.Generator().manual_seed(len(lengths))
-    prompts = [
-        Prompt(uid=f"{i}", text="", answer="", token_ids=tuple(ids.tolist()))
-        for i, ids in enumerate(torch.randint(2, VOCAB_SIZE, (n,), generator=draw) for n in lengths)
-    ]
+    token_ids = [torch.randint(2, VOCAB_SIZE, (length,), generator=draw).tolist() for length in lengths]
+    prompts = [Prompt(uid=f"{index}", text="", answer="", token_ids=tuple(ids)) for index, ids in enumerate(token_ids)]
     return [
         Request(
-            uid=f"{prompt.uid}/{i}",
+            uid=f"{prompt.uid}/{member}",
             prompt=prompt,
-            seed=100 * i + n,
-            sampling=Sampling(max_new_tokens=num_new - (7 * i + 3 * n) % 15 // 3 * 3, num_top_log_probs=5),
+            seed=100 * member + index,
+            # up to 12 tokens fewer, in steps of three
+            sampling=Sampling(max_new_tokens=num_new - (7 * member + 3 * index) % 15 // 3 * 3, num_top_log_probs=5),
         )
-        for n, prompt in enumerate(prompts)
-        for i in range(group)
+        for index, prompt in enumerate(prompts)
+        for member in range(group)
     ]
 
 
@@ -106,7 +108,7 @@ def check_log_probs(reference: PreTrainedModel, rollouts: list[Rollout]) -> None
         prompt, tokens = rollout.prompt.token_ids, rollout.token_ids
         logits = reference(input_ids=torch.tensor([[*prompt, *tokens.tolist()]]), use_cache=False).logits[0]
         log_probs = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
-        chosen = log_probs.gather(1, tokens[:, None])[:, 0]
-        assert (rollout.rollout_log_probs - chosen).abs().max() < 2e-4
+        token_log_probs = log_probs.gather(1, tokens[:, None])[:, 0]
+        assert (rollout.rollout_log_probs - token_log_probs).abs().max() < 2e-4
         assert (rollout.top_log_probs - log_probs.topk(5).values).abs().max() < 2e-4
         assert (rollout.top_log_probs - log_probs.gather(1, rollout.top_ids)).abs().max() < 2e-4

@@ -50,6 +50,7 @@ class ThreadLink(Link):
         self.host = EngineHost(self._make(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
+        """Return the host's answer; where the link is broken, or breaks at this request, the host is lost."""
         uids = [row[0] for row in unpack(message).get("requests", ())]
         if self.is_broken or self.breaks_at in uids:
             raise PeerLost("as the test wants it")
@@ -75,16 +76,16 @@ class Fork:
 def forking(make: Make) -> Callable[[socket.socket], Any]:
     """Return what starts a fork that serves engines, in place of `process.make_starter`."""
 
-    async def start(theirs: socket.socket) -> Fork:
+    async def start(child_end: socket.socket) -> Fork:
         pid = os.fork()
         if pid:
             return Fork(pid)
         try:
             os.setsid()
-            number = theirs.fileno()
-            os.closerange(3, number)
-            os.closerange(number + 1, 256)
-            serve(theirs, make)
+            descriptor = child_end.fileno()
+            os.closerange(3, descriptor)  # whatever else this process has open
+            os.closerange(descriptor + 1, 256)
+            serve(child_end, make)
         except BaseException:
             os.write(2, traceback.format_exc().encode())
         os._exit(1)
@@ -98,11 +99,11 @@ def fork_engines(monkeypatch: pytest.MonkeyPatch) -> list[ProcessLink]:
     monkeypatch.setattr("jackpot.launch.engine_processes.make_starter", lambda *_: forking(make_hosted))
     init = ProcessLink.__init__
 
-    def noted(link: ProcessLink, *arguments: object) -> None:
+    def recording_init(link: ProcessLink, *arguments: object) -> None:
         init(link, *arguments)
         links.append(link)
 
-    monkeypatch.setattr(ProcessLink, "__init__", noted)
+    monkeypatch.setattr(ProcessLink, "__init__", recording_init)
     return links
 
 
@@ -114,7 +115,7 @@ def make_tiny(folder: str, **settings: Any) -> dict[str, Engine]:
 
 
 def make_sleeper(folder: str) -> dict[str, Engine]:
-    """Make such an engine, which sleeps."""
+    """Make an engine as `make_tiny` does, which can sleep."""
     return make_tiny(folder, enable_sleep_mode=True)
 
 
@@ -124,25 +125,26 @@ def pool_of(links: Mapping[str, Link], folder: Path, version: Version, **setting
     return EnginePool(links, {"engine": (weights, torch.float32)}, version, **{"chunk": 5, "patience": 20.0} | settings)
 
 
-def forks(number: int, folder: Path, silence: float = 30.0) -> dict[str, ProcessLink]:
+def forks(count: int, folder: Path, silence: float = 30.0) -> dict[str, ProcessLink]:
     """Connect to as many forks, none of which is started yet."""
-    return {f"fork {one}": ProcessLink(forking(make_tiny), str(folder), silence) for one in range(number)}
+    return {f"fork {index}": ProcessLink(forking(make_tiny), str(folder), silence) for index in range(count)}
 
 
-def kill(link: ProcessLink, number: int = signal.SIGKILL) -> None:
+def kill(link: ProcessLink, signal_number: int = signal.SIGKILL) -> None:
+    """Send a signal to the process at the other end of a link, where there is one."""
     if link.child is not None:
         with suppress(ProcessLookupError):  # it has ended, and its link has not noticed yet
-            os.kill(link.child.pid, number)
+            os.kill(link.child.pid, signal_number)
 
 
 def wait_until_all_hold(pool: EnginePool) -> None:
     """Wait until every peer of a pool holds the newest weights."""
 
-    async def healed() -> None:
+    async def wait_for_newest() -> None:
         while not all(peer.weights is pool.pool.newest for peer in pool.pool.peers):
             await pool.pool._state_changed.wait()
 
-    pool.pool.call(asyncio.wait_for(healed(), 60.0))
+    pool.pool.call(asyncio.wait_for(wait_for_newest(), 60.0))
 
 
 class Pace:
@@ -152,6 +154,7 @@ class Pace:
         self._period, self._next = period, 0.0
 
     def __call__(self) -> None:
+        """Sleep for the rest of the period."""
         now = time.monotonic()
         self._next = max(self._next, now - self._period / 2) + self._period  # a late step makes the next one shorter
         time.sleep(max(0.0, self._next - now))

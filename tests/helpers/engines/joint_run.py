@@ -19,11 +19,14 @@ from jackpot.objectives.advantages import compute_advantages
 from jackpot.rollout.engines.base import Engine, Request
 from jackpot.training.batching import mini_batches
 
-ITERATIONS, PROMPTS, GROUP = 4, 4, 8
+ITERATIONS = 4
+PROMPTS, GROUP = 4, 8  # prompts of an iteration, responses to each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
+    """What one iteration of the run generated and measured."""
+
     version: Version  # of the learner before its update
     rollouts: list[Rollout]
     metrics: Sums
@@ -36,8 +39,9 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         "policy": load_model(policy_folder, torch.float32),
         "rollout_model": load_model(rollout_folder, torch.float32),
     }
-    exact = [] if engine.capabilities.quantized else ["rollout_model"]
-    learner = make_learner(config, models, exact_engines=exact)
+    exact_engines = [] if engine.capabilities.quantized else ["rollout_model"]
+    learner = make_learner(config, models, exact_engines=exact_engines)
+
     history: list[Iteration] = []
     for iteration in range(ITERATIONS):
         version = learner.version
@@ -46,8 +50,8 @@ def joint_run(engine: Engine, policy_folder: Path, rollout_folder: Path) -> list
         [micro_batches] = learner.compute_old_log_probs(list(steps))
         result, _ = learner.update(micro_batches)
         history.append(Iteration(version=version, rollouts=rollouts, metrics=result.metrics))
-        held = engine.update_weights(learner.weights("rollout_model"), learner.version)
-        assert held == weights_digest(learner.weights("rollout_model"), engine.capabilities.dtype)
+        digest = engine.update_weights(learner.weights("rollout_model"), learner.version)
+        assert digest == weights_digest(learner.weights("rollout_model"), engine.capabilities.dtype)
         assert engine.version == learner.version
     return history
 
@@ -61,15 +65,18 @@ def check_joint_run(make_engine: Callable[[Path, Version], Engine], policy: Path
     engine = make_engine(rollout_model, Version(0, 0))
     history = joint_run(engine, policy, rollout_model)
     engine.close()
+
     for iteration in history:
-        assert all(row == list(iteration.version) for r in iteration.rollouts for row in r.versions.tolist())
+        token_versions = [version for rollout in iteration.rollouts for version in rollout.versions.tolist()]
+        assert all(version == list(iteration.version) for version in token_versions)
         assert iteration.metrics["mismatch/engine_gap_max"].value < gap
     assert history[-1].version == Version(ITERATIONS - 1, ITERATIONS - 1)
-    kl = [float(iteration.metrics["mismatch/kl_rollout_policy"].value) for iteration in history]
-    assert kl[-1] < 0.8 * kl[0]  # distillation: the engine's model follows the policy
+    divergences = [float(iteration.metrics["mismatch/kl_rollout_policy"].value) for iteration in history]
+    assert divergences[-1] < 0.8 * divergences[0]  # distillation: the engine's model follows the policy
 
 
 def _config(engine: Engine) -> Config:
+    """Return the settings of the run: a learning rate that shows within a few steps, and mostly distillation."""
     optimizer = {"learning_rate": 5e-3}
     return build_config(
         {
@@ -83,6 +90,7 @@ def _config(engine: Engine) -> Config:
 
 
 def _requests(config: Config, iteration: int) -> list[Request]:
+    """Return a group of requests for each prompt, with seeds of this iteration."""
     uids = [(f"{iteration}/{prompt}#{member}", prompt) for prompt in range(PROMPTS) for member in range(GROUP)]
     return [
         Request(uid=uid, prompt=tiny_prompt(3 + prompt), seed=fold_in("run", uid), sampling=config.sampling)
@@ -91,6 +99,7 @@ def _requests(config: Config, iteration: int) -> list[Request]:
 
 
 def _scored(rollouts: list[Rollout]) -> list[TrainingSample]:
+    """Reward each rollout by its share of even tokens, with GRPO's advantages within a group."""
     rewards = torch.tensor([float((rollout.token_ids % 2 == 0).double().mean()) for rollout in rollouts])
     groups = torch.arange(PROMPTS).repeat_interleave(GROUP)
     advantages = compute_advantages("grpo", rewards, groups).tolist()

@@ -29,19 +29,20 @@ class Step(NamedTuple):
     batch: int  # number of the rollout batch, from 1
 
     def log_probs(self, biased: Tensor | None = None, **changes: float) -> Tensor:
-        """The log-probs after temperature, top-k and top-p, as asked or changed."""
-        asked: Body = {**self.asked, **changes}
-        logits = (self.logits if biased is None else biased) / asked["temperature"]
-        if asked["top_k"]:
-            logits = logits.masked_fill(logits < logits.topk(asked["top_k"]).values[:, -1:], -torch.inf)
+        """Return the log-probs after temperature, top-k and top-p, as asked or changed."""
+        settings: Body = {**self.asked, **changes}
+        logits = (self.logits if biased is None else biased) / settings["temperature"]
+        if settings["top_k"]:
+            logits = logits.masked_fill(logits < logits.topk(settings["top_k"]).values[:, -1:], -torch.inf)
         order = logits.sort(dim=-1, descending=True)
-        before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
-        dropped = (before >= asked["top_p"]).scatter(1, order.indices, before >= asked["top_p"])
-        return logits.masked_fill(dropped & (asked["top_p"] < 1.0), -torch.inf).log_softmax(-1)
+        mass_before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
+        is_tail = mass_before >= settings["top_p"]  # in the order of probability
+        is_dropped = is_tail.scatter(1, order.indices, is_tail)
+        return logits.masked_fill(is_dropped & (settings["top_p"] < 1.0), -torch.inf).log_softmax(-1)
 
 
 def honest(step: Step) -> tuple[Tensor, Tensor]:
-    """The distributions that a server samples from, and that it reports."""
+    """Return the distributions that a server samples from, and that it reports: the same."""
     return step.log_probs(), step.log_probs()
 
 
@@ -64,7 +65,8 @@ class ModelServer(ScriptedServer):
     """
 
     def __init__(self, lie: Lie, dtype: torch.dtype = torch.float32, most: int = 64) -> None:
-        self._lie, self._most, self.batch = lie, most, -1
+        self._lie, self._most = lie, most
+        self.batch = -1  # number of the weights that it has, from 0
         self._waiting: list[tuple[Body, asyncio.Future[Choice]]] = []
         self.model = tiny_model(seed=0).eval()
         self.model.to(dtype=dtype)  # pyright: ignore[reportArgumentType]
@@ -94,6 +96,7 @@ class ModelServer(ScriptedServer):
         return {"choices": [await self._waiting[-1][1]]}
 
     def _answer_waiting(self) -> None:
+        """Decode the requests that wait, at most `most` at once, and answer them."""
         waiting, self._waiting = self._waiting, []
         for start in range(0, len(waiting), self._most):
             bodies, futures = zip(*waiting[start : start + self._most], strict=True)
@@ -102,19 +105,24 @@ class ModelServer(ScriptedServer):
             except Exception as error:  # ends the requests, and so the test
                 choices = [error] * len(bodies)
             for future, choice in zip(futures, choices, strict=True):
-                (future.set_exception if isinstance(choice, Exception) else future.set_result)(choice)
+                if isinstance(choice, Exception):
+                    future.set_exception(choice)
+                else:
+                    future.set_result(choice)
 
     @torch.no_grad()
-    def _decode(self, sent: list[Body]) -> list[Choice]:
-        bodies = [self._lie.request(dict(body)) for body in sent]
-        longest, length = (
-            max(sizes) for sizes in ([len(b["prompt"]) for b in bodies], [b["max_tokens"] for b in bodies])
-        )
+    def _decode(self, requests: list[Body]) -> list[Choice]:
+        """Sample responses to some requests together, as the lie has it."""
+        bodies = [self._lie.request(dict(body)) for body in requests]
+        longest = max(len(body["prompt"]) for body in bodies)
+        length = max(body["max_tokens"] for body in bodies)
         padding = torch.tensor([longest - len(body["prompt"]) for body in bodies])[:, None]
         ids = torch.tensor([[0] * (longest - len(body["prompt"])) + body["prompt"] for body in bodies])
         draws = torch.tensor(np.array([np.random.default_rng(body["seed"]).random(length) for body in bodies]))
 
-        cache, drawn, reported = DynamicCache(), torch.zeros(len(bodies), 0, dtype=torch.int64), []
+        cache = DynamicCache()
+        drawn = torch.zeros(len(bodies), 0, dtype=torch.int64)
+        reported = []  # [B, V] of each step
         for step in range(length):
             columns = torch.arange(longest + step)[None]
             logits = self.model(
@@ -124,33 +132,35 @@ class ModelServer(ScriptedServer):
                 past_key_values=cache,
                 use_cache=True,
             ).logits[:, -1]
-            sampled, told = self._lie.draw(Step(logits.float(), drawn, bodies[0], self.batch))
-            sums = sampled.double().exp().cumsum(-1)
+            sampled_log_probs, reported_log_probs = self._lie.draw(Step(logits.float(), drawn, bodies[0], self.batch))
+            sums = sampled_log_probs.double().exp().cumsum(-1)
             ids = torch.searchsorted(sums, draws[:, step : step + 1] * sums[:, -1:], right=True)
             drawn = torch.cat([drawn, ids], 1)
-            reported.append(told)
+            reported.append(reported_log_probs)
 
-        told_prompts = [body | {"prompt": asked["prompt"]} for body, asked in zip(bodies, sent, strict=True)]
-        rows = zip(told_prompts, drawn, torch.stack(reported, 1), strict=True)
+        # the prompts of the answer are those of the requests, whatever the lie has made of them
+        answered = [body | {"prompt": request["prompt"]} for body, request in zip(bodies, requests, strict=True)]
+        rows = zip(answered, drawn, torch.stack(reported, 1), strict=True)
         return self._lie.answers([_choice(body, row.tolist(), log_probs) for body, row, log_probs in rows])
 
 
 def _choice(body: Body, tokens: list[int], log_probs: Tensor) -> Choice:
-    """The answer to one request: its tokens [T], up to a stop token, and the distributions [T, V] they are of."""
-    ends = [place for place, token in enumerate(tokens[: body["max_tokens"]]) if token in body["stop_token_ids"]]
+    """Return the answer to one request: its tokens [T] up to a stop token, and the distributions [T, V] of these."""
+    ends = [index for index, token in enumerate(tokens[: body["max_tokens"]]) if token in body["stop_token_ids"]]
     tokens = tokens[: ends[0] + 1 if ends else body["max_tokens"]]
     log_probs = log_probs.clamp(min=-9999.0)
-    own = log_probs[torch.arange(len(tokens)), tokens].tolist()
+    sampled_log_probs = log_probs[torch.arange(len(tokens)), tokens].tolist()
     top = log_probs[: len(tokens)].topk(body["logprobs"])
-    rows = zip(tokens, own, top.indices.tolist(), top.values.tolist(), strict=True)
+    rows = zip(tokens, sampled_log_probs, top.indices.tolist(), top.values.tolist(), strict=True)
     return {
         "finish_reason": "stop" if ends else "length",
         "token_ids": tokens,
         "prompt_token_ids": body["prompt"],
         "logprobs": {
-            "token_logprobs": own,
+            "token_logprobs": sampled_log_probs,
             "top_logprobs": [
-                {f"token_id:{token}": value} | {f"token_id:{one}": log for one, log in zip(ids, logs, strict=True)}
+                {f"token_id:{token}": value}
+                | {f"token_id:{top_id}": log for top_id, log in zip(ids, logs, strict=True)}
                 for token, value, ids, logs in rows
             ],
         },

@@ -23,9 +23,9 @@ from jackpot.core.types import Prompt
 
 def e4m3_grid() -> np.ndarray:
     """Return all finite FP8 numbers from 0 up, [127]: 4 exponent bits with bias 7, 3 mantissa bits."""
-    small = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
-    large = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
-    return np.array([*small, *large][:127])  # the 128th is NaN
+    subnormals = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
+    normals = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
+    return np.array([*subnormals, *normals][:127])  # the 128th is NaN
 
 
 GRID = e4m3_grid()
@@ -50,17 +50,17 @@ def cut_to_e4m3(values: np.ndarray) -> np.ndarray:
 def round_blocks(values: np.ndarray, rows: int, columns: int, kind: str) -> np.ndarray:
     """Round each block of a float32 matrix: int8 with float32 scales, fp8 with powers of two."""
     rounded = np.empty(values.shape, dtype=np.float64)
-    for top in range(0, values.shape[0], rows):
-        for left in range(0, values.shape[1], columns):
-            place = (slice(top, top + rows), slice(left, left + columns))
-            block = values[place].astype(np.float32)
+    for row in range(0, values.shape[0], rows):
+        for column in range(0, values.shape[1], columns):
+            block_slices = (slice(row, row + rows), slice(column, column + columns))
+            block = values[block_slices].astype(np.float32)
             largest = max(np.abs(block).max(), np.float32(1e-10))
             if kind == "int8":
                 scale = np.float32(largest / np.float32(127))
-                rounded[place] = np.rint(block / scale).clip(-127, 127) * np.float64(scale)
+                rounded[block_slices] = np.rint(block / scale).clip(-127, 127) * np.float64(scale)
             else:
                 scale = 2.0 ** np.ceil(np.log2(np.float64(largest) / 448.0))
-                rounded[place] = to_e4m3(block / scale) * scale
+                rounded[block_slices] = to_e4m3(block / scale) * scale
     return rounded
 
 
@@ -77,6 +77,8 @@ ROUND_KEYS = {"fp8": to_e4m3, "fp8 cut": cut_to_e4m3}
 
 
 def _rounded_keys(kind: str) -> Any:
+    """Return eager attention on keys and values that are rounded before."""
+
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Any:
         rounded = [torch.from_numpy(ROUND_KEYS[kind](states.numpy())).to(states.dtype) for states in (key, value)]
         attend = sys.modules[type(module).__module__].eager_attention_forward
@@ -115,6 +117,8 @@ class QuantizedReference(Reference):
 
 
 def _rounded_input(quantization: str) -> Any:
+    """Return a hook that rounds the input of a linear layer."""
+
     def hook(layer: nn.Linear, inputs: tuple[Tensor]) -> Tensor:
         rows = inputs[0].reshape(-1, inputs[0].shape[-1])
         return torch.from_numpy(ROUND_INPUT[quantization](rows.numpy())).float().reshape(inputs[0].shape)

@@ -15,18 +15,22 @@ from jackpot.core.types import Prompt, Rollout, Version
 from jackpot.models.load import load_model, load_tokenizer
 from jackpot.rollout.engines.base import Request
 
-VOCAB_SIZE, EOS, CONTEXT = 24, 1, 64
+VOCAB_SIZE, EOS = 24, 1  # of the tiny models
+CONTEXT = 64  # tokens
 
 
 def tiny_model(seed: int, vocab_size: int = VOCAB_SIZE, **changes: int) -> Qwen3ForCausalLM:
     """Return a Qwen3 with random weights, large enough that its next-token distributions are far from uniform."""
-    model, random_state = _made(seed, vocab_size, tuple(changes.items()))
+    model, random_state = _make_model(seed, vocab_size, tuple(changes.items()))
     torch.set_rng_state(random_state)  # as if it had been made now
     return copy.deepcopy(model)
 
 
 @cache
-def _made(seed: int, vocab_size: int, changes: tuple[tuple[str, int], ...]) -> tuple[Qwen3ForCausalLM, torch.Tensor]:
+def _make_model(
+    seed: int, vocab_size: int, changes: tuple[tuple[str, int], ...]
+) -> tuple[Qwen3ForCausalLM, torch.Tensor]:
+    """Make a model; return it with the state of torch's random numbers afterwards."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": vocab_size,
@@ -47,6 +51,7 @@ def _made(seed: int, vocab_size: int, changes: tuple[tuple[str, int], ...]) -> t
 
 
 def save_tiny_model(folder: Path, seed: int, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Save the model of `tiny_model` and return the folder."""
     tiny_model(seed, vocab_size).save_pretrained(folder)
     return folder
 
@@ -75,6 +80,7 @@ def tiny_prompt(length: int, seed: int = 0) -> Prompt:
 
 
 def tiny_request(uid: str, length: int = 5, seed: int = 0, *, prompt: Prompt | None = None, **sampling) -> Request:
+    """Return a request for a random prompt of some length, or for a given one."""
     settings = {"max_new_tokens": 12, "num_top_log_probs": 20} | sampling
     return Request(uid=uid, prompt=prompt or tiny_prompt(length), seed=seed, sampling=Sampling(**settings))
 
@@ -117,7 +123,9 @@ class Reference:
         for token in range(VOCAB_SIZE):
             if token != EOS:
                 second = np.exp(self.log_probs(prompt, (token,), sampling)[1])
-                joint |= {(token, after): first[token] * second[after] for after in range(VOCAB_SIZE)}
+                joint |= {
+                    (token, second_token): first[token] * second[second_token] for second_token in range(VOCAB_SIZE)
+                }
         assert math.isclose(sum(joint.values()), 1.0)
         return joint
 
@@ -126,13 +134,13 @@ def _truncated(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Return probabilities after top-k and top-p as vLLM defines them: [T, V] float64."""
     probs = np.exp(logits - logits.max(axis=1, keepdims=True))
     if sampling.top_k:
-        kept = min(sampling.top_k, probs.shape[1])
-        probs[probs < np.sort(probs)[:, [-kept]]] = 0.0
+        rank = min(sampling.top_k, probs.shape[1])
+        probs[probs < np.sort(probs)[:, [-rank]]] = 0.0
     probs /= probs.sum(axis=1, keepdims=True)
 
     if sampling.top_p < 1.0:
         order = np.argsort(-probs, kind="stable")
         sorted_probs = np.take_along_axis(probs, order, axis=1)
-        before = np.cumsum(sorted_probs, axis=1) - sorted_probs
-        np.put_along_axis(probs, order, np.where(before < sampling.top_p, sorted_probs, 0.0), axis=1)
+        mass_before = np.cumsum(sorted_probs, axis=1) - sorted_probs
+        np.put_along_axis(probs, order, np.where(mass_before < sampling.top_p, sorted_probs, 0.0), axis=1)
     return probs / probs.sum(axis=1, keepdims=True)

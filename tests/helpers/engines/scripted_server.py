@@ -66,7 +66,8 @@ class ScriptedServer:
         self.weights = {"model.norm.weight": np.zeros(64, np.float32), "lm_head.weight": np.zeros((24, 64), np.float32)}
 
     def count(self, path: str) -> int:
-        return Counter(asked for asked, _ in self.asked)[path]
+        """Return how often a path was called."""
+        return Counter(call_path for call_path, _ in self.asked)[path]
 
     def close(self) -> None:
         self._do(self._runner.cleanup())
@@ -74,9 +75,11 @@ class ScriptedServer:
         self._thread.join()
 
     def _do(self, work: Any) -> Any:
+        """Run a coroutine on the server's thread and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30.0)
 
     async def _listen(self) -> None:
+        """Serve all paths at a free port."""
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
@@ -86,6 +89,7 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """Record a call and answer it, as the script of its path has it."""
         body = json.loads(await request.text() or "{}")
         path = request.path
         if path == "/collective_rpc":
@@ -99,6 +103,7 @@ class ScriptedServer:
         return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
 
     def _usual(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Do what a call asks for, and return the answer of a server that works."""
         if path == "reload_weights":
             self.load(body["kwargs"]["weights_path"])
         if path == "/update_weight_version":
@@ -114,23 +119,24 @@ class ScriptedServer:
         return usual.get(path, {"success": True})
 
     def load(self, folder: str) -> None:
+        """Take the weights of a folder."""
         self.weights = load_file(Path(folder) / "model.safetensors")
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return tokens counted up from the seed; the top tokens are others, so the sampled one has its own entry."""
-        value = float(-np.log(VOCAB_SIZE) - self.weights["model.norm.weight"].mean())
-        tokens = [2 + (body["seed"] + i) % (VOCAB_SIZE - 2) for i in range(body["max_tokens"])]
+        log_prob = float(-np.log(VOCAB_SIZE) - self.weights["model.norm.weight"].mean())
+        tokens = [2 + (body["seed"] + index) % (VOCAB_SIZE - 2) for index in range(body["max_tokens"])]
         assert EOS not in tokens
         tops = [
-            {f"token_id:{token}": value}
-            | {f"token_id:{(token + k) % VOCAB_SIZE}": value + 0.001 * k for k in range(1, body["logprobs"] + 1)}
+            {f"token_id:{token}": log_prob}
+            | {f"token_id:{(token + k) % VOCAB_SIZE}": log_prob + 0.001 * k for k in range(1, body["logprobs"] + 1)}
             for token in tokens
         ]
         choice = {
             "finish_reason": "length",
             "token_ids": tokens,
             "prompt_token_ids": body["prompt"],
-            "logprobs": {"token_logprobs": [value] * len(tokens), "top_logprobs": tops},
+            "logprobs": {"token_logprobs": [log_prob] * len(tokens), "top_logprobs": tops},
         }
         return {"choices": [choice]}
 

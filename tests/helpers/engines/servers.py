@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from helpers.paths import ROOT
 
 Server = TypeVar("Server", bound="ServerProcess")
-START_SECONDS = 300.0
+START_SECONDS = 300.0  # that a server may take until it is ready
 SGLANG_PYTHON, VLLM_PYTHON = (ROOT / f".venv-{name}" / "bin" / "python" for name in ("sglang", "vllm"))
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -82,6 +82,7 @@ class ServerProcess:
         return self
 
     def wait_until_ready(self) -> Self:
+        """Wait until the server answers; what it printed is the error where it does not."""
         deadline = time.monotonic() + START_SECONDS
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -96,6 +97,7 @@ class ServerProcess:
             return False
 
     def log(self) -> str:
+        """Return what the server has printed."""
         self._log.seek(0)
         return self._log.read()
 
@@ -127,7 +129,7 @@ class VLLMServer(ServerProcess):
         all_flags = _FLAGS | {"model": str(folder), "port": str(port)}
         all_flags |= {name.replace("_", "-"): value for name, value in flags.items()}
         switches = ["--enforce-eager", "--skip-tokenizer-init", "--no-enable-chunked-prefill"]
-        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *switches, *_typed(all_flags)]
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *switches, *_words_of(all_flags)]
         super().__init__(port, command, _ENVIRONMENT | dict(environment or {}))
 
 
@@ -137,18 +139,19 @@ class SGLangServer(ServerProcess):
     def __init__(self, folder: Path) -> None:
         port = _free_port()
         flags = _SGLANG_FLAGS | {"model-path": str(folder), "port": str(port)}
-        command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", "--skip-tokenizer-init", *_typed(flags)]
+        command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", "--skip-tokenizer-init", *_words_of(flags)]
         super().__init__(port, command, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
-def _typed(flags: Mapping[str, str]) -> list[str]:
-    return [part for name, value in flags.items() for part in (f"--{name}", value)]
+def _words_of(flags: Mapping[str, str]) -> list[str]:
+    """Return flags as the words of a command line."""
+    return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 @contextmanager

@@ -63,6 +63,7 @@ class SGLangStandIn(ScriptedServer):
         self.model, self.tag, self.salt = model, "default", b""  # at once: another thread may answer meanwhile
 
     def load(self, folder: str) -> None:
+        """Take the weights of a folder."""
         weights = load_file(Path(folder) / "model.safetensors")
         del weights["lm_head.weight"]  # tied, so SGLang skips it
         self.model.load_state_dict(weights, strict=False)
@@ -71,12 +72,13 @@ class SGLangStandIn(ScriptedServer):
         """Return the first 8 bytes of SHA-256 under SGLang's names, as on a CPU; other numbers with a `salt`."""
         hashes: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
-            for part, fused in _FUSED.items():
-                name = re.sub(part, fused, name)
+            for pattern, fused_name in _FUSED.items():
+                name = re.sub(pattern, fused_name, name)
             hashes.setdefault(name, hashlib.sha256(self.salt)).update(parameter.detach().numpy().tobytes())
         return {name: value.hexdigest()[:16] for name, value in hashes.items()}
 
     def _usual(self, path: str, body: dict[str, Any]) -> Any:
+        """Do what a call asks for, and return SGLang's answer; what SGLang does not declare fails the test."""
         if path in DECLARED and (unknown := body.keys() - DECLARED[path]):
             raise AssertionError(f"{path} does not know {unknown}")
         match path:
@@ -97,11 +99,14 @@ class SGLangStandIn(ScriptedServer):
 
     @torch.no_grad()
     def _generate(self, body: dict[str, Any]) -> Any:
+        """Sample a response by Gumbel noise of its seed, one token after the other."""
         sampling, prompt = body["sampling_params"], body["input_ids"]
         if unknown := sampling.keys() - SAMPLING:
             return web.json_response({"error": f"unknown field {sorted(unknown)[0]}"}, status=400)
         tokens: list[int] = []
-        sampled, tops, asked, finish = [], [], [], None
+        sampled = []  # [log-prob, id, None] of each token
+        tops, asked_entries = [], []  # lists of such entries for each token
+        finish = None
         while finish is None:
             logits = self.model(torch.tensor([prompt + tokens])).logits[0]
             log_probs = torch.log_softmax(logits[-1] / sampling["temperature"], -1).clamp(min=_SMALLEST)
@@ -110,8 +115,9 @@ class SGLangStandIn(ScriptedServer):
             tokens.append(token)
             sampled.append([log_probs[token].item(), token, None])
             values, ids = log_probs.topk(min(body["top_logprobs_num"], VOCAB_SIZE))
-            tops.append([[value, one, None] for value, one in zip(values.tolist(), ids.tolist(), strict=True)])
-            asked.append([[log_probs[one].item(), one, None] for one in body.get("token_ids_logprob", [])])
+            tops.append([[value, top_id, None] for value, top_id in zip(values.tolist(), ids.tolist(), strict=True)])
+            asked_ids = body.get("token_ids_logprob", [])
+            asked_entries.append([[log_probs[asked_id].item(), asked_id, None] for asked_id in asked_ids])
             if not sampling["ignore_eos"] and token in {EOS, *sampling["stop_token_ids"]}:
                 finish = {"type": "stop", "matched": token}
             elif len(tokens) == sampling["max_new_tokens"]:
@@ -121,7 +127,7 @@ class SGLangStandIn(ScriptedServer):
             "weight_version": self.tag,
             "output_token_logprobs": sampled,
             "output_top_logprobs": tops,
-            "output_token_ids_logprobs": asked,
+            "output_token_ids_logprobs": asked_entries,
             "input_token_logprobs": self._of_prompt(prompt, body["logprob_start_len"]),
         }
         prompt_ids = {"prompt_token_ids": prompt} if body["return_prompt_token_ids"] else {}
