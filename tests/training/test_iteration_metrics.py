@@ -29,6 +29,7 @@ def test_standard_errors_are_of_the_first_epoch_alone() -> None:
     steps = [step(**dict.fromkeys((*WITH_STANDARD_ERROR, "obrs/z"), value)) for value in (1.0, 3.0, 10.0, 20.0)]
     components = SimpleNamespace(config=SimpleNamespace(batch=SimpleNamespace(ppo_epochs=2)))
     found = metric_values(training_sums([], steps, components, 1))
+
     assert [found[name] for name in WITH_STANDARD_ERROR] == [2.0, 2.0]
     assert found["obrs/z"] == 8.5
     assert found["mismatch/ess"] == pytest.approx(4.0**2 / (2 * 10.0))

@@ -85,7 +85,8 @@ def assert_same_report(found, wanted):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7, equal_nan=True, msg=name)
-    assert found.traces.keys() == wanted.traces.keys() and wanted.traces
+    assert found.traces.keys() == wanted.traces.keys()
+    assert wanted.traces
     for uid, columns in wanted.traces.items():
         assert found.traces[uid].keys() == columns.keys()
         for name, column in columns.items():
@@ -101,7 +102,9 @@ def with_prepass(case):
 def test_the_repaired_step_is_that_which_knows_kappa_before(case, before):
     wanted, prepass = with_prepass(case)
     found, one_pass = gradient_of_update(learner_of("auto", before=before, **CASES[case]), PARTS)
-    assert len(PARTS) > 2 and value(prepass, "obrs/kappa") > 3.5
+
+    assert len(PARTS) > 2
+    assert value(prepass, "obrs/kappa") > 3.5
     assert relative(found, wanted) < 1e-6
     assert_same_report(one_pass, prepass)
     assert value(one_pass, "seconds/prepass") == 0.0 < value(prepass, "seconds/prepass")
@@ -121,8 +124,10 @@ def test_no_more_is_repaired_than_the_tolerance_needs():
     before = 1.01 * value(prepass, "obrs/kappa")
     found, left = gradient_of_update(learner_of("auto", 0.5, before, c1=c1), parts)
     error = value(left, "obrs/kappa_error")
+
     assert value(left, "obrs/repaired_sequences") == 0.0
     assert 1e-5 < relative(found, wanted) < error < 0.2
+
     repaired = []
     for tolerance in (1.001 * error, 0.999 * error, 0.3 * error, 0.0):
         found, result = gradient_of_update(learner_of("auto", tolerance, before, c1=c1), parts)
@@ -152,7 +157,9 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
     totals = learner.state_dict()["totals"]
     result, _ = learner.update(PARTS)
     correction, kappa = learner._objective.correction, value(result, "obrs/kappa")
+
     assert value(result, "obrs/repaired_sequences") == 0.0
+
     top = bottom = 0.0
     for micro, states in zip(PARTS, hidden, strict=True):
         norms = torch.zeros(micro.tokens.response_mask.shape, dtype=torch.float64)
@@ -166,7 +173,8 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
                 share = final / (kappa / 4.3 * before) - 1.0
                 worth += abs(share) * norms[row, t].item() if abs(share) > 4e-6 else 0.0
             top += worth**2
-    assert totals and correction.settings["c1"] == 1.3
+    assert totals
+    assert correction.settings["c1"] == 1.3
     assert value(result, "obrs/kappa_error") == pytest.approx(3.0 * math.sqrt(top / bottom), rel=1e-4)
 
 
@@ -213,6 +221,7 @@ def test_a_correction_not_linear_in_kappa_is_repaired(before):
         object.__setattr__(learner._objective, "correction", kind())
         gradient, result = gradient_of_update(learner, PARTS)
         gradients.append(gradient)
+
     assert value(result, "obrs/repaired_sequences") == 1.0
     assert relative(*reversed(gradients)) < 1e-6
 
@@ -221,7 +230,9 @@ def test_with_regularizers_auto_reads_twice():
     regularized = replace(policy_objective(kappa="auto"), entropy_coeff=0.1)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=regularized, exact_engines=())
     result, _ = learner.update(PARTS)
-    assert value(result, "seconds/prepass") > 0.0 and "obrs/kappa_error" not in result.metrics
+
+    assert value(result, "seconds/prepass") > 0.0
+    assert "obrs/kappa_error" not in result.metrics
     assert value(result, "obrs/kappa") == pytest.approx(value(result, "obrs/acceptance") / value(result, "obrs/z"))
 
 
@@ -231,11 +242,14 @@ def test_the_kappa_of_a_skipped_step_is_not_carried(kappa):
     before = learner.state_dict()["totals"]
     broken = replace(PARTS[0].tokens, rollout_log_probs=torch.full_like(PARTS[0].tokens.rollout_log_probs, math.nan))
     result, _ = learner.update([replace(PARTS[0], tokens=broken), *PARTS[1:]])
+
     assert {event["why"] for event in result.events} == {"non-finite gradient"}
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
     assert learner.state_dict()["totals"] == before
+
     learner.update(PARTS)
-    assert learner.state_dict()["totals"]["obrs/z"][1] > 1.0 and learner.version.policy == 1
+    assert learner.state_dict()["totals"]["obrs/z"][1] > 1.0
+    assert learner.version.policy == 1
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
@@ -250,15 +264,20 @@ def test_kappa_is_one_where_the_models_do_not_overlap(kappa):
     learner = learner_of(kappa, before=4.3)
     before = learner.state_dict()["totals"]
     result, _ = learner.update(nowhere)
-    assert value(result, "obrs/kappa") == 1.0 and value(result, "policy/grad_norm") == 0.0
-    assert learner.state_dict()["totals"] == before and learner.version.policy == 0
+
+    assert value(result, "obrs/kappa") == 1.0
+    assert value(result, "policy/grad_norm") == 0.0
+    assert learner.state_dict()["totals"] == before
+    assert learner.version.policy == 0
 
 
 def test_each_step_begins_with_the_kappa_of_the_step_before():
     learner = learner_of("auto")
     assert learner._totals.before_backward(PARTS, learner._forward).totals == {}
+
     result, _ = learner.update(PARTS)
     totals, are_provisional, _ = learner._totals.before_backward(PARTS, learner._forward)
+
     assert are_provisional
     assert (totals["obrs/acceptance"].total / totals["obrs/z"].total).item() == pytest.approx(
         value(result, "obrs/kappa")
@@ -276,6 +295,7 @@ def test_totals_of_every_kind_survive_a_checkpoint():
     torch.save(before.state_dict(), file)
     file.seek(0)
     after.load_state_dict(torch.load(file, weights_only=True))
+
     assert_equal_sums(after._last, kept)
 
 
@@ -295,13 +315,16 @@ def test_the_rollout_models_gradient_does_not_feel_kappa():
         learner._forward.distill = learner._rollout_objective.distill
         learner.update(PARTS)
         moves.append(parameters(learner, "rollout_model") - flat(ROLLOUT_MODEL))
-    assert torch.equal(*moves) and moves[0].abs().max() > 1e-3
+
+    assert torch.equal(*moves)
+    assert moves[0].abs().max() > 1e-3
 
 
 def test_a_cap_on_one_of_two_ranks_leaves_the_step_of_one(tmp_path: Path):
     """The rank without one runs the passes of the other, with weights of 0."""
     mp.start_processes(run_repair_rank, args=(tmp_path,), nprocs=2, start_method="fork")
     ours = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
     assert [one["own_repairs"] for one in ours] == [0, 1]
     assert [one["passes"] for one in ours] == [1, 1]
     assert relative(ours[0]["gradient"] + ours[1]["gradient"], ours[0]["whole"]) < 1e-6
@@ -314,4 +337,6 @@ def test_where_the_error_is_no_number_everything_is_repaired(monkeypatch):
     monkeypatch.setattr(HiddenNorms, "spread", lambda norms, batch: spread(norms, batch) * math.nan)
     wanted, _ = with_prepass("obrs")
     found, result = gradient_of_update(learner_of("auto", 0.5, 4.3), PARTS)
-    assert math.isnan(value(result, "obrs/kappa_error")) and relative(found, wanted) < 1e-6
+
+    assert math.isnan(value(result, "obrs/kappa_error"))
+    assert relative(found, wanted) < 1e-6

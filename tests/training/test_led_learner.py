@@ -74,11 +74,13 @@ def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
     def lead(ranks: Ranks) -> None:
         own, _ = ranks.carry_out("build", [None, None], one_learner)
         led = LedLearner(own, ranks)
-        assert led.score("policy", [], Sampling()) == {} and led.pads == own.pads
+        assert led.score("policy", [], Sampling()) == {}
+        assert led.pads == own.pads
         torch.save({name: one.clone() for name, one in outcome(led).items()}, tmp_path / "led.pt")
 
     ended = two_ranks(tmp_path, lead)
     assert ended.codes == [0, 0], ended.printed
+
     ours, alone = torch.load(tmp_path / "led.pt", weights_only=True), outcome(one_learner())
     assert ours.keys() == alone.keys()
     for name, wanted in alone.items():
@@ -128,9 +130,8 @@ def test_a_rank_that_fails_gives_the_leader_its_reason(tmp_path: Path) -> None:
 
     ended = two_ranks(tmp_path, lambda ranks: ranks.carry_out("build", [None, None], one_learner), refuse)
     assert ended.codes == [2, 2]
-    assert (
-        "failed in command 1 (build)" in ended.printed[0] and "ConfigError: this rank has no model" in ended.printed[0]
-    )
+    assert "failed in command 1 (build)" in ended.printed[0]
+    assert "ConfigError: this rank has no model" in ended.printed[0]
 
 
 def test_all_ranks_have_the_threads_of_the_leader(tmp_path: Path) -> None:
@@ -167,6 +168,7 @@ def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
 
     ended = two_ranks(tmp_path, lead, build)
     assert ended.codes == [0, 0], ended.printed
+
     wanted = [one.advantages for one in build(False).compute_advantages(scored)]
     assert len({round(float(one[-1]), 3) for one in wanted}) > 3
     assert all(map(torch.equal, torch.load(tmp_path / "led.pt", weights_only=True), wanted))

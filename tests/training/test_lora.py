@@ -91,7 +91,8 @@ def test_adapters_move_the_base_stays_and_the_engines_follow(finished: Finished)
 
 def test_training_sees_what_the_engine_samples_from(finished: Finished) -> None:
     gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished.folder)[1:]]
-    assert len(gaps) == 3 and max(gaps) < 1e-5
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-5
 
 
 def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
     model = load_trained(config, "policy", "starter:policy", torch.device("cpu"), resumes=False)
     engine = make_engine(config.engine, "starter:policy", torch.device("cpu"), Version(0, 0))
     learner = make_learner(config, {"policy": model}, exact_engines=["policy"])
+
     for missed in range(len(sent := list(learner.weights("policy")))):
         with pytest.raises(EngineError, match=f"1 missing .{sent[missed][0]}"):
             engine.update_weights(sent[:missed] + sent[missed + 1 :], Version(1, 1))
@@ -122,7 +124,8 @@ def test_the_optimizer_keeps_moments_of_the_adapter_alone(finished: Finished) ->
     for role, size in model_sizes(finished.config).items():
         moments = load_file(finished.folder / "checkpoints" / "last" / "moments" / f"{role}.safetensors")
         counts = [moment.numel() for name, moment in moments.items() if name.endswith(".exp_avg")]
-        assert sum(counts) == size.trained and size.trained > 0
+        assert sum(counts) == size.trained
+        assert size.trained > 0
 
 
 def test_the_seed_of_the_run_decides_the_adapters() -> None:
@@ -145,6 +148,7 @@ def test_a_run_is_not_continued_beside_another_base(tmp_path: Path) -> None:
     changed = load_model(base, torch.float32)
     changed.model.norm.weight.data[0] += 1e-3
     changed.save_pretrained(base)
+
     with pytest.raises(CheckpointError, match="trained on other"):
         launch(config, tmp_path / "run", lambda line: None)
 
@@ -155,6 +159,8 @@ def test_a_run_from_a_checkpoint_starts_at_merged_weights(finished_run: Finished
     config = small_config(*POLICY, f"policy.path={start}")
     parts = make_components(config)
     merged = weights(first, "policy")
+
     assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))
+
     sent = {tensor.dtype for _, tensor in parts.learner.weights("policy", torch.bfloat16)}
     assert sent == {torch.float32, torch.bfloat16}  # merged ones are copies, which come in the engine's dtype

@@ -25,6 +25,7 @@ def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
     alone = run(on_policy, tmp_path / "on_policy")
     share = run(small_config(*brief, "rollout_model.share=0.0", "objective.correction=none"), tmp_path / "share 0")
     ours, theirs = weights(tmp_path / "on_policy", "policy"), weights(tmp_path / "share 0", "policy")
+
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for name in (
         "policy/loss",
@@ -35,9 +36,11 @@ def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
         "eval/policy_accuracy",
     ):
         assert [line.get(name) for line in alone] == [line.get(name) for line in share], name
+
     held = tmp_path / "held"
     run(small_config(*brief, "rollout_model.share={schedule: step, hold: 9}"), held)
     today = finished_run(*brief)
+
     for role in ("policy", "rollout_model"):
         ours, theirs = weights(held, role), weights(today, role)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -50,10 +53,13 @@ def test_a_killed_annealed_run_ends_as_the_whole_run(tmp_path):
     config = small_config(*BRIEF, ANNEALED, "batch.mini_batch_size=8", "rollout_model.split=group")
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=2)
     run(config, tmp_path / "killed")
+
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
+
     first, *_, last = read_lines(tmp_path / "whole")[1:]
     assert (first["sampling/rollout_model_share"], last["sampling/rollout_model_share"]) == (1.0, 0.0)
-    assert "rollout_model/loss" in first and "rollout_model/loss" not in last  # nothing is left for it to do
+    assert "rollout_model/loss" in first
+    assert "rollout_model/loss" not in last  # nothing is left for it to do
     assert last["flops/train"] / last["tokens/train"] < 0.95 * first["flops/train"] / first["tokens/train"]
 
 
@@ -61,17 +67,21 @@ def test_every_part_of_a_mixed_run_tells_the_models_apart(tmp_path):
     config = small_config("rollout_model.share=0.5", "batch.ahead=1", "iterations=1", "evaluation.problems=2")
     run(config, tmp_path)
     events = RunFolder(tmp_path).read("events.jsonl")
+
     assert {event["model"] for event in events if event["event"] == "engine_check"} == {"policy", "rollout_model"}
+
     line = read_lines(tmp_path)[1]
     assert line["obrs/acceptance_by_policy"] > 0.999 > 0.99 > line["obrs/acceptance_by_rollout_model"]
     assert line["mismatch/ratio_above_10_by_policy"] == 0.0
     assert line["rollout_model/weight"] == pytest.approx(1.0, abs=1e-5)  # of what its own weights generated
     assert line["flops/rollout_by_policy"] + line["flops/rollout_by_rollout_model"] == line["flops/rollout"]
     assert line["flops/rollout_by_policy"] > 2 * line["flops/rollout_by_rollout_model"]
+
     rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
     by_prompt = {
         row["prompt_uid"]: {one["sampled_by"] for one in rows if one["prompt_uid"] == row["prompt_uid"]} for row in rows
     }
+
     assert sorted(by_prompt.values(), key=min) == [{"policy"}] * 2 + [{"rollout_model"}] * 2
     for row in rows:
         assert row["sampled_by"] == "rollout_model" or min(row["z"]) > 0.999
@@ -112,6 +122,7 @@ def test_a_mixed_step_is_the_sum_of_each_models_rollouts(name):
     own = policy_move(OWN, None, budget, **settings)
     others = policy_move(OTHERS, ROLLOUT_MODEL, budget, **settings)
     both = policy_move([*OWN, *OTHERS], ROLLOUT_MODEL, budget, **settings)
+
     assert (both - own - others).norm() < 1e-4 * both.norm()
     assert min(own.norm(), others.norm()) > 0.1 * both.norm()
 
@@ -122,6 +133,7 @@ def test_kappa_is_each_models_own():
     (result,) = train(learner, batches([*OWN, *OTHERS]))
     (other,) = train(make_learner(POLICY, ROLLOUT_MODEL, objective=objective, num_top_log_probs=2), batches(OTHERS))
     found = {name: entry.value.item() for name, entry in result.metrics.items() if name.startswith("obrs/kappa")}
+
     assert found["obrs/kappa_by_rollout_model"] == pytest.approx(other.metrics["obrs/kappa"].value.item(), rel=1e-6)
     assert found["obrs/kappa_by_policy"] != pytest.approx(found["obrs/kappa_by_rollout_model"], rel=1e-4)
 
@@ -131,9 +143,11 @@ def test_each_engine_is_compared_with_its_own_model(exact):
     changes = dict(objective=policy_objective(), is_mixed=True, num_top_log_probs=5)
     learner = make_learner(POLICY, ROLLOUT_MODEL, exact_engines=(exact,), **changes)
     steps = batches([*OWN, *OTHERS], budget=10_000)
+
     for batch in steps[0]:
         is_current = learner._forward.weights_are_current(batch)
         assert torch.equal(is_current.all(-1), batch.by_policy == (exact == "policy"))
+
     (result,) = train(learner, steps)
     assert result.metrics["mismatch/engine_gap_max"].value < 1e-5
     assert result.metrics["mismatch/kept_mass"].value == pytest.approx(1.0, abs=1e-5)

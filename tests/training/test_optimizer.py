@@ -44,6 +44,7 @@ def row(weights):
 def test_steps_are_adamw_on_the_mean_gradient():
     everything, weights, config, total = make()
     optimizer, reference = ModelOptimizer(everything, config, total), ReferenceAdamW(config)
+
     for seed, denominator in enumerate((4.0, 8.0, 0.5)):
         before, gradient = row(weights), give_gradients(weights, seed) / denominator
         assert prepare(optimizer, denominator) == pytest.approx(gradient.norm().item(), rel=1e-12)
@@ -58,12 +59,16 @@ def test_gradients_are_clipped_after_they_are_divided():
     optimizer = ModelOptimizer(everything, config, total)
     mean = give_gradients(weights, 0) / 2.0
     norm = mean.norm().item()
+
     assert norm > 0.5
     assert prepare(optimizer, 2.0) == pytest.approx(norm, rel=1e-12)
+
     found = torch.cat([weight.grad for weight in weights])
     torch.testing.assert_close(found, mean * 0.5 / norm, rtol=1e-5, atol=0)  # torch divides by norm + 1e-6
+
     small = give_gradients(weights, 0) / 100.0
     prepare(optimizer, 100.0)
+
     torch.testing.assert_close(torch.cat([weight.grad for weight in weights]), small, rtol=1e-12, atol=0)
 
 
@@ -72,6 +77,7 @@ def test_a_denominator_of_zero_leaves_zero_gradients_zero():
     optimizer = ModelOptimizer(everything, config, total)
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
+
     assert prepare(optimizer, 0.0) == 0.0
     assert all((weight.grad == 0).all() for weight in weights)
 
@@ -84,17 +90,23 @@ def test_weight_decay_pulls_towards_zero_at_the_scheduled_rate():
     prepare(optimizer, 1.0)
     optimizer.step()
     wanted = ReferenceAdamW(config).step(before, gradient) - 0.1 * 0.3 * before
+
     torch.testing.assert_close(row(weights), wanted, rtol=1e-12, atol=1e-14)
 
 
 def test_discarding_forgets_gradients():
     everything, weights, config, total = make()
     optimizer = ModelOptimizer(everything, config, total)
+
     assert prepare(optimizer, 3.0) == 0.0
+
     give_gradients(weights, 0)
     before = row(weights)
     optimizer.discard()
-    assert torch.equal(row(weights), before) and optimizer.steps == 0 and weights[0].grad is None
+
+    assert torch.equal(row(weights), before)
+    assert optimizer.steps == 0
+    assert weights[0].grad is None
 
 
 @pytest.mark.parametrize(
@@ -122,6 +134,7 @@ def test_each_step_is_taken_at_its_scheduled_rate():
     config = OptimizerConfig(learning_rate=0.1, schedule="linear", eps=1e-30, betas=(0.0, 0.0), max_grad_norm=1e6)
     everything, weights, _, _ = make()
     optimizer = ModelOptimizer(everything, config, 4)
+
     for step in range(4):
         before, gradient = row(weights), give_gradients(weights, step)
         assert optimizer.learning_rate == pytest.approx(0.1 * (1 - step / 4))
@@ -149,7 +162,9 @@ def test_a_loaded_state_continues_bit_by_bit():
         give_gradients(mine, 7)
         prepare(own, 2.0)
         own.step()
-    assert torch.equal(row(weights), row(copies)) and resumed.steps == 4
+
+    assert torch.equal(row(weights), row(copies))
+    assert resumed.steps == 4
 
 
 @pytest.mark.parametrize(("change", "why"), [("missing", "0.exp_avg_sq"), ("shape", "it has the shape [1]")])
@@ -163,6 +178,7 @@ def test_moments_of_another_model_are_refused(change: str, why: str):
     moment = moments.pop("0.exp_avg_sq")
     if change == "shape":
         moments["0.exp_avg_sq"] = moment.new_zeros(1)
+
     with pytest.raises(CheckpointError, match=f"the moments of parameter 0 do not fit the model: .*{re.escape(why)}"):
         optimizer.load_state_dict(optimizer.state_dict(), moments)
 
@@ -176,6 +192,7 @@ def test_bf16_weights_lose_small_steps():
             weight.grad = start.sign()
             optimizer.step()
             found[rate, dtype] = weight.detach()
+
     assert torch.equal(found[1e-6, "bf16"][start.abs() > 0.01], start[start.abs() > 0.01])
     assert not torch.equal(found[1e-6, None], start)
     assert torch.equal(found[1e-2, "bf16"], found[1e-2, None].bfloat16().float())

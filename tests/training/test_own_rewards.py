@@ -48,8 +48,10 @@ def test_without_a_verdict_mean_rewards_replace_accuracies(own: Path) -> None:
     assert all(line["eval/policy_reward"] < -1.0 and line["eval/policy_reward_stderr"] > 0.0 for line in lines)
     assert not [name for line in lines for name in line if "accuracy" in name or "pass_at_k" in name]
     assert all(lines[2][name] is None for name in ("reward/correct", "reward/all_right", "reward/all_wrong"))
+
     before, after = (line["eval/rollout_model_reward"] for line in (lines[0], lines[-1]))
     shown = table(own, *OWN)
+
     assert "Mean reward on 8 held-out problems, sampled" in shown
     assert all(text in shown for text in (f"{before:#.4g} ±", f"{after:#.4g} ±", f"{after - before:+#.4g} ±"))
 
@@ -58,23 +60,31 @@ def test_fewer_problems_than_asked_are_counted_as_they_are(finished_run: Finishe
     few = TASK.replace(f"test: {DATA}", f"test: {DATA.replace('64', '5')}")
     given = (f"task={{{few}, {REWARDS}, verdict: -9}}", "iterations=1")
     folder = finished_run(*given)
+
     assert [line["eval/problems"] for line in read_lines(folder) if "eval/policy_accuracy" in line] == [5.0, 5.0]
     assert "Accuracy on 5 held-out problems, sampled" in table(folder, *given)
     assert summarize(folder, "a").problems == 5
+
     history = MetricHistory(read_lines(folder), [], small_config(*given))
-    assert history.config.evaluation.problems == 8 and history.problems == 5
+    assert history.config.evaluation.problems == 8
+    assert history.problems == 5
 
 
 def test_a_set_without_a_verdict_has_rewards() -> None:
     rollouts = tuple(SimpleNamespace(token_ids=[0], finish="stop") for _ in range(4))
     scores = tuple(Score(reward=reward) for reward in (1.0, 0.0, -3.0, 0.0))
     found = Evaluation(k=2, rollouts=rollouts, responses=("",) * 4, scores=scores).set_metrics()
-    assert (found["reward"], found["reward_stderr"]) == (-0.5, 1.0) and "mean_at_k" not in found
+
+    assert (found["reward"], found["reward_stderr"]) == (-0.5, 1.0)
+    assert "mean_at_k" not in found
+
     line = {"eval/policy_accuracy": 0.5, "eval/rollout_model_accuracy": 0.25, "iteration": 0}
     line |= {f"eval/mine/{name}": value for name, value in found.items()}
     console = Console(file=io.StringIO(), width=200)
     train._show_result(console, small_config("evaluation.benchmarks=[mine.jsonl]"), [line], Path(), is_finished=True)
-    assert "policy on mine, mean reward" in console.file.getvalue() and "-0.5000 ± 1.0" in console.file.getvalue()
+
+    assert "policy on mine, mean reward" in console.file.getvalue()
+    assert "-0.5000 ± 1.0" in console.file.getvalue()
 
 
 def test_the_best_checkpoint_has_the_highest_mean_reward(own: Path) -> None:
@@ -85,9 +95,13 @@ def test_the_best_checkpoint_has_the_highest_mean_reward(own: Path) -> None:
 
 def test_sample_and_report_show_rewards_and_no_verdict(own: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["sample", str(own), "--problems", "1"])
-    assert done.exit_code == 0 and done.output.count("reward -") == 4 and "wrong" not in done.output
+    assert done.exit_code == 0
+    assert done.output.count("reward -") == 4
+    assert "wrong" not in done.output
+
     write_report([own], tmp_path / "report.html")
     assert '"note":"Mean reward on held-out problems' in page_data(tmp_path / "report.html")
+
     table = read_columns(list_rollout_files(own)[0][0], ["correct", "reward"])
     assert table["correct"].null_count == len(table) > 0 == table["reward"].null_count
 
@@ -95,18 +109,27 @@ def test_sample_and_report_show_rewards_and_no_verdict(own: Path, tmp_path: Path
 def test_eval_measures_held_out_problems_by_mean_reward(own: Path, tmp_path: Path) -> None:
     command = ["eval", str(own), "--benchmarks", "own", "--out", str(tmp_path), "problems=4"]
     done = CliRunner().invoke(cli.app, command, env={"COLUMNS": "200"})
+
     assert done.exit_code == 0, done.output
+
     [found] = json.loads((tmp_path / "summary.json").read_text())["benchmarks"].values()
-    assert found["mean_at_k"] is None and found["pass_at_k"] == {} and found["reward"] < -1.0
-    assert "mean reward" in done.output and f"{found['reward']:.4g}" in done.output
+    assert found["mean_at_k"] is None
+    assert found["pass_at_k"] == {}
+    assert found["reward"] < -1.0
+    assert "mean reward" in done.output
+    assert f"{found['reward']:.4g}" in done.output
 
 
 def test_compare_takes_rewards_but_not_beside_accuracies(own: Path, finished_run: FinishedRuns) -> None:
     run = summarize(own, "own")
-    assert run.measure == "reward" and run.last.policy_accuracy == read_lines(own)[-1]["eval/policy_reward"]
+    assert run.measure == "reward"
+    assert run.last.policy_accuracy == read_lines(own)[-1]["eval/policy_reward"]
+
     found = compare([run])
     title = comparison_sections(found, [run])["numbers"].items[0].title
-    assert found.measure == "reward" and title.startswith("Mean reward of responses (sampled) at")
+
+    assert found.measure == "reward"
+    assert title.startswith("Mean reward of responses (sampled) at")
     with pytest.raises(ConfigError, match=r"one task\.verdict for all"):
         compare([run, summarize(finished_run(), "other")])
 
@@ -119,14 +142,18 @@ def test_a_reward_function_that_always_raises_ends_the_run(tmp_path: Path) -> No
     ):
         run(small_config(task, *OWN[1:]), tmp_path)
     assert [line["iteration"] for line in read_lines(tmp_path)] == [0]
+
     failures = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "reward_crash"]
-    assert len(failures) == 16 and all("RuntimeError: no judge answers" in event["why"] for event in failures)
+    assert len(failures) == 16
+    assert all("RuntimeError: no judge answers" in event["why"] for event in failures)
+
     RunFolder(tmp_path).check(small_config(*OWN))
 
 
 def test_accuracies_count_what_reaches_the_threshold(own: Path, finished_run: FinishedRuns) -> None:
     folder = finished_run(*WITH_VERDICT)
     lines = read_lines(folder)
+
     assert [line["eval/policy_reward"] for line in lines] == [
         line["eval/policy_reward"] for line in read_lines(own)[:2]
     ]

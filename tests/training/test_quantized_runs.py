@@ -42,16 +42,24 @@ def test_the_policy_sees_the_gap_to_its_quantized_copy(settings, tmp_path):
     run(config, tmp_path)
     lines, told = metrics(tmp_path), events(tmp_path)
     checks = [event["mean_gap"] for event in told if event["event"] == "engine_check"]
-    assert len(checks) == 2 and all(1e-4 < gap < 0.1 for gap in checks)
+
+    assert len(checks) == 2
+    assert all(1e-4 < gap < 0.1 for gap in checks)
+
     gaps = [line["mismatch/engine_gap"] for line in lines if "mismatch/engine_gap" in line]
-    assert len(gaps) == 2 and all(1e-4 < gap < 0.1 for gap in gaps)
+    assert len(gaps) == 2
+    assert all(1e-4 < gap < 0.1 for gap in gaps)
     assert lines[-1]["eval/policy_engine_gap"] < 1e-4 < lines[-1]["eval/rollout_model_engine_gap"]  # two engines
+
     quantized = [event["to"] for event in told if event["event"] == "quantized"]
     assert quantized == [config.engine.quantization] * (config.engine.quantization is not None)
     assert "stopped" not in {event["event"] for event in told}
+
     (differing,) = [event["layers"] for event in told if event["event"] == "computed_differently"]
-    assert differing and all(engine != training for _, engine, training in differing)
-    assert config.kl_metric == "mismatch/kl_k3" and lines[-1][config.kl_metric] > 0.0
+    assert differing
+    assert all(engine != training for _, engine, training in differing)
+    assert config.kl_metric == "mismatch/kl_k3"
+    assert lines[-1][config.kl_metric] > 0.0
 
 
 UNIFIED = ("precision=fp8", "engine.quantization=fp8")
@@ -88,15 +96,21 @@ def test_training_in_the_flow_of_the_engine_leaves_no_gap(settings, tmp_path):
     told = events(tmp_path)
     lines = [line for line in metrics(tmp_path) if line.get("mismatch/engine_gap") is not None]
     training = [event for event in told if event["event"] == f"{config.precision}_training"]
+
     assert [(event["product"], event["backward"]) for event in training] == [("exact", config.fp8_backward)]
     assert "computed_differently" not in {event["event"] for event in told}
+
     checks = [event for event in told if event["event"] == "engine_check"]
     allowed = LARGEST_GAPS[CPU_FP32 if config.engine.dtype == "fp32" else "bf16"]
-    assert checks and all(event["mean_gap"] < 1e-6 < allowed == event["allowed"] for event in checks)
+
+    assert checks
+    assert all(event["mean_gap"] < 1e-6 < allowed == event["allowed"] for event in checks)
     assert all(line["mismatch/engine_gap"] < 1e-6 and line["mismatch/engine_gap_max"] < 1e-5 for line in lines)
     assert {line["mismatch/codes_differ"] for line in lines} <= {0, None}  # None: no weights were due
+
     moved = [line["policy/grad_norm"] for line in lines]
-    assert lines and all(norm > 0.0 for norm in moved)
+    assert lines
+    assert all(norm > 0.0 for norm in moved)
     assert rounding_limit(ENGINE_GAP)(MetricHistory([], told, config), [0.0]) == allowed
 
 
@@ -118,7 +132,9 @@ def test_an_fp8_engine_gets_codes_and_scales(tmp_path, monkeypatch):
     monkeypatch.setattr(TransformersEngine, "update_weights", listen)
     run(small_config(*ALONE, "engine.quantization=fp8", "iterations=1"), tmp_path)
     codes = [name for name, dtype in kinds[True].items() if dtype == E4M3]
-    assert len(codes) > 20 and all(kinds[True][f"{name}_scale_inv"] == torch.float32 for name in codes)
+
+    assert len(codes) > 20
+    assert all(kinds[True][f"{name}_scale_inv"] == torch.float32 for name in codes)
     assert set(kinds[False].values()) == {torch.float32}
     assert metrics(tmp_path)[-1]["mismatch/codes_differ"] == 0
 
@@ -175,10 +191,12 @@ def test_what_the_fp8_flow_does_not_have_is_refused_by_name(settings, why):
 def test_layers_computed_differently_are_named():
     cache = "evaluation.engine={quantization: fp8, kv_cache_dtype: fp8}"
     found = [["keys and values", "fp8", "fp32"]]
+
     assert computed_differently(small_config(*UNIFIED, *OF_POLICY, cache)) == found
     assert computed_differently(small_config(*UNIFIED, "rollout_model.share=0.5", cache)) == found
     assert computed_differently(small_config(*UNIFIED, cache)) == []  # it evaluates alone
     assert computed_differently(small_config(*UNIFIED, *ALONE[:2], cache)) == []
+
     unwritten = ("engine.kv_cache_dtype=fp8", "evaluation.engine=transformers")
     assert computed_differently(small_config(*OF_POLICY, *unwritten)) == []
     assert computed_differently(small_config("rollout_model.share=0.5", *unwritten)) == found
@@ -189,6 +207,7 @@ def test_a_cache_that_vllm_truncates_is_named():
     emulated = (vllm[0].replace("vllm", "transformers"), *vllm[1:])
     truncated = "fp8, truncated by vLLM on a CPU"
     config = small_config("precision=int8", *vllm)
+
     assert computed_differently(config) == [["keys and values", truncated, "fp8"]]
     assert computed_differently(small_config("precision=int8", *vllm, "engine.kv_cache_dtype=null")) == []
     assert computed_differently(small_config("precision=int8", *emulated)) == []
@@ -199,10 +218,12 @@ def test_a_cache_that_vllm_truncates_is_named():
 def test_the_headline_kl_is_that_of_all_engines_that_write():
     quantized = "evaluation.engine={quantization: fp8}"
     of_samples, of_weights = "mismatch/kl_k3", "mismatch/kl_rollout_policy"
+
     assert small_config(*OF_POLICY, quantized).kl_metric == of_samples
     assert small_config("rollout_model.share=0.5", quantized).kl_metric == of_samples
     assert small_config(quantized).kl_metric == of_weights  # it evaluates alone
     assert small_config(*ALONE[:2], quantized).kl_metric == of_weights
+
     unwritten = ("engine.quantization=fp8", "evaluation.engine=transformers")
     assert small_config(*OF_POLICY, *unwritten).kl_metric == of_weights
     assert small_config("rollout_model.share=0.5", *unwritten).kl_metric == of_samples
@@ -219,10 +240,12 @@ def test_a_separate_rollout_model_is_quantized_alone(finished_run, tmp_path):
 def test_the_exact_normalizer_is_refused_on_a_quantized_engine():
     exact = ("objective.correction.normalizer=exact",)
     config = small_config(*exact)
+
     with pytest.raises(ConfigError, match="normalizer 'exact' takes p_inf from training"):
         small_config(*exact, "engine.quantization=int8_w8a16")
     with pytest.raises(ConfigError, match="normalizer 'exact' takes p_inf from training"):
         small_config(*exact, "engine.kv_cache_dtype=fp8")
+
     settings = small_config("engine.quantization=fp8").engine
     with closing(make_engine(settings, "starter:rollout_model", torch.device("cpu"), Version(0, 0))) as engine:
         assert not engine_is_exact(small_config(), engine.capabilities.quantized)
@@ -278,6 +301,7 @@ def test_a_gap_in_evaluations_has_the_limit_of_its_engine(settings, of_rounding,
 def test_the_gap_of_rollouts_has_the_limit_of_all_engines():
     quantized = ("engine.quantization=fp8", "evaluation.engine=transformers")
     bf16 = ("rollout_model.share=0.5", "evaluation.engine={dtype: bf16}")
+
     for settings, expected in (
         ((*quantized, *OF_POLICY), (1e-3, None)),
         ((*quantized, "rollout_model.share=0.5"), (None, 2e-2)),

@@ -69,11 +69,15 @@ def test_it_steps_once_on_the_whole_rollout_batch(mini_batch_size, aggregate):
     )
     learner._optimizer._optimizers["policy"]._config = STILL
     results = learner.train(batches(WRITTEN, mini_batch_size=mini_batch_size), True).steps
+
     assert len(results) == len(WRITTEN) // mini_batch_size
-    assert learner.version.rollout_model == 1 and learner.version.policy == len(results)
+    assert learner.version.rollout_model == 1
+    assert learner.version.policy == len(results)
     assert torch.allclose(parameters(learner, "policy"), flat(POLICY), rtol=0.0, atol=1e-12)
+
     slope = sum(parts_of(WRITTEN, aggregate))
     first = flat(ROLLOUT_MODEL).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
+
     assert_same_move(parameters(learner, "rollout_model"), first, flat(ROLLOUT_MODEL))
     assert value(results[-1], "rollout_model/grad_norm") == pytest.approx(slope.norm().item(), rel=1e-4)
     assert not any("rollout_model/grad_norm" in result.metrics for result in results[:-1])
@@ -88,11 +92,15 @@ def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
         rollout_model_each_step=False,
     )
     results = learner.train(batches(WRITTEN, mini_batch_size=4, epochs=2), False).steps
-    assert len(results) == 6 and learner.version.rollout_model == 1
+
+    assert len(results) == 6
+    assert learner.version.rollout_model == 1
     assert all(value(result, "lag/rollout_model_max") == 0.0 for result in results)
     assert value(results[-1], "lag/policy_max") == 5.0
+
     later = write(learner.models["rollout_model"], version=learner.version)
     results = learner.train(batches(later, mini_batch_size=6), False).steps
+
     assert [value(result, "lag/policy_max") for result in results] == [0.0, 1.0]
     assert learner.version.rollout_model == 2
 
@@ -109,6 +117,7 @@ def test_each_rollout_batch_divides_by_its_own_tokens():
         optimizer._config = STILL
     trained = [learner.train(batches(WRITTEN, mini_batch_size=4), False) for _ in "12"]
     norms = [value(one.steps[-1], "rollout_model/grad_norm") for one in trained]
+
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -121,6 +130,7 @@ def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_si
     for optimizer in learner._optimizer._optimizers.values():
         optimizer._config = STILL
     steps = batches(WRITTEN, budget=budget, mini_batch_size=mini_batch_size)
+
     for step, result in zip(steps, learner.train(steps, True).steps, strict=True):
         uids = {uid for batch in step for uid in batch.uids}
         ppo, distill = parts_of([item for item in WRITTEN if item.rollout.uid in uids], of_states=True)
@@ -128,7 +138,9 @@ def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_si
         assert value(result, "rollout_model/distill_grad_norm") == pytest.approx(distill.norm().item(), rel=1e-4)
         cosine = torch.cosine_similarity(ppo, distill, dim=0).item()
         assert value(result, "rollout_model/grad_cosine") == pytest.approx(cosine, rel=1e-3, abs=1e-5)
-        assert ppo.norm() > 1e-3 and distill.norm() > 1e-3 and abs(cosine) < 0.99
+        assert ppo.norm() > 1e-3
+        assert distill.norm() > 1e-3
+        assert abs(cosine) < 0.99
         assert not any("split" in name for name in result.metrics)
 
 
@@ -138,7 +150,9 @@ def test_the_parts_change_no_weight():
         learner.train(batches(WRITTEN, budget=40), wanted).steps[0]
         for learner, wanted in zip(learners, (True, False), strict=True)
     )
-    assert "rollout_model/grad_cosine" in one.metrics and "rollout_model/grad_cosine" not in other.metrics
+
+    assert "rollout_model/grad_cosine" in one.metrics
+    assert "rollout_model/grad_cosine" not in other.metrics
     for role in ROLES:
         assert torch.equal(*(parameters(learner, role) for learner in learners))
 
@@ -146,9 +160,12 @@ def test_the_parts_change_no_weight():
 def test_a_part_that_is_not_there_has_norm_zero_and_no_cosine():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=rollout_model_objective(distill_weight=0.0))
     (result,) = train(learner, batches(WRITTEN))
+
     assert value(result, "rollout_model/distill_grad_norm") < 1e-6 * value(result, "rollout_model/ppo_grad_norm")
+
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=rollout_model_objective(ppo_weight=0.0))
     (result,) = train(learner, batches(WRITTEN))
+
     assert value(result, "rollout_model/ppo_grad_norm") == 0.0
     assert "rollout_model/grad_cosine" not in result.metrics
 
@@ -162,7 +179,9 @@ def test_a_last_step_without_a_token_loses_no_gradient():
     [first] = batches(WRITTEN)
     [last] = batches(unsampled)
     *_, result = learner.train([first, last], False).steps
-    assert [event["model"] for event in result.events] == ["policy"] and learner.version.rollout_model == 1
+
+    assert [event["model"] for event in result.events] == ["policy"]
+    assert learner.version.rollout_model == 1
     assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
 
 
@@ -173,8 +192,10 @@ def test_a_step_that_is_not_finite_is_left_out_of_the_sum(broken):
     infinite = [replace(batch, advantages=batch.advantages * torch.inf) for batch in steps[broken]]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     results = learner.train([*steps[:broken], infinite, *steps[broken + 1 :]], True).steps
+
     assert [value(result, "health/non_finite_steps") for result in results] == [float(i == broken) for i in range(3)]
-    assert learner.version.policy == 2 and learner.version.rollout_model == 1
+    assert learner.version.policy == 2
+    assert learner.version.rollout_model == 1
     assert parameters(learner, "rollout_model").isfinite().all()
     assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
 
@@ -186,8 +207,10 @@ def test_where_no_step_is_finite_the_rollout_model_stays():
     ]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     results = learner.train(steps, False).steps
+
     assert all(value(result, "health/non_finite_steps") == 1.0 for result in results)
-    assert learner.version == (0, 0) and torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
+    assert learner.version == (0, 0)
+    assert torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
 
 
 def test_a_gradient_counts_where_all_models_are_finite():
@@ -196,5 +219,7 @@ def test_a_gradient_counts_where_all_models_are_finite():
     for size, others_are_finite in ((2.0, True), (math.nan, True), (1.0, False)):
         weight.grad = torch.full_like(weight, size)
         added.append(accumulator.add(torch.tensor(3.0), torch.tensor(others_are_finite)).item())
+
     assert added == [True, False, False]
-    assert accumulator.pop() == 3.0 and weight.grad.tolist() == [2.0, 2.0]
+    assert accumulator.pop() == 3.0
+    assert weight.grad.tolist() == [2.0, 2.0]

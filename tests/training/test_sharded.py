@@ -95,7 +95,8 @@ def check(case: Case, folder: Path, home: Path) -> None:
     ranks = on_ranks(work, home)
     whole = train(learner_of(config, False), config, samples, case.budget, 0, 1, case.pads)
     assert whole["micro_batches"] == case.micro_batches
-    assert len(whole["gradients"]) == len(ranks[0]["gradients"]) > 1 and all(one.any() for one in whole["gradients"])
+    assert len(whole["gradients"]) == len(ranks[0]["gradients"]) > 1
+    assert all(one.any() for one in whole["gradients"])
     assert compared(ranks[0]["gradients"], whole["gradients"]) <= case.tolerance
     assert compared(ranks[0]["weights"].values(), whole["weights"].values()) <= case.tolerance
     assert ranks[0]["digests"] == whole["digests"] or case.tolerance
@@ -173,7 +174,8 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
     wanted = learner.score("policy", batches, config.sampling)
     sent = [int(one.pop("sent")) for one in ranks]
     found = ranks[0] | ranks[1]
-    assert found.keys() == wanted.keys() and all(torch.equal(found[uid], row) for uid, row in wanted.items())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[uid], row) for uid, row in wanted.items())
     assert sent == [len(list(learner.weights("policy"))), 0]
     for role in ("policy", "rollout_model"):
         saved = dict(load_model(tmp_path / "saved" / role, torch.float32).named_parameters())
@@ -226,6 +228,7 @@ def test_what_two_ranks_save_continues_in_one_process(folder, tmp_path):
         end = f"-0000{rank + 1}-of-00002.safetensors"
         roles = ("policy", "rollout_model")
         assert {*own} == {f"{role}/model{end}" for role in roles} | {f"moments/{role}{end}" for role in roles}
+
     first, second = ([own[name]["size"] for name in sorted(own)] for own in files)
     assert all(max(pair) / sum(pair) < 0.7 for pair in zip(first, second, strict=True))
 
@@ -265,12 +268,16 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
     monkeypatch.setattr(dist, "gather", recorded)
     whole = change(learner_of(config, False))
     first, second = on_ranks(work, tmp_path)
+
     for role in ("policy", "rollout_model"):
         wanted, found = dict(whole.weights(role)), first[role]
-        assert second[role] == {} and found.keys() == wanted.keys()
+        assert second[role] == {}
+        assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], one.bfloat16()) for name, one in wanted.items())
         sizes, largest = first[f"{role}, messages"], max(one.nbytes for one in wanted.values())
-        assert len(sizes) > 2 and max(sizes) <= max(bucket, largest)
+        assert len(sizes) > 2
+        assert max(sizes) <= max(bucket, largest)
+
     plain = sum(one.nbytes for one in first["rollout_model"].values())
     assert plain <= sum(first["rollout_model, messages"]) < 1.1 * plain
 
@@ -299,7 +306,8 @@ def test_no_rank_holds_a_whole_model_while_it_loads_its_part(tmp_path):
         return {"digests": digests, "grown": grown, "reference": learner._forward.reference.digest}
 
     ranks = on_ranks(work, tmp_path)
-    assert ranks[0]["digests"] == wanted and ranks[1]["reference"] == wanted["reference"]
+    assert ranks[0]["digests"] == wanted
+    assert ranks[1]["reference"] == wanted["reference"]
     for rank in ranks:
         assert rank["grown"] < size, "half of it are its own parts"
 
@@ -312,6 +320,7 @@ def own_memory() -> int:
 def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):
     batches = plain_batches([item.rollout for item in samples_of(folder)], 60, 0)
     assert len(batches) == 3
+
     dealt = deal(batches, 2)
     assert [[batch.uids for batch in rank] for rank in dealt] == [
         [batches[0].uids, batches[2].uids],

@@ -69,6 +69,7 @@ def test_metrics_have_the_documented_keys(finished: Path) -> None:
     assert not REQUIRED - lines[1].keys()
     assert {"eval/policy_accuracy", "eval/rollout_model_accuracy"} <= lines[2].keys()
     assert list((finished / "tensorboard").iterdir())
+
     for line in (finished / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
@@ -84,14 +85,17 @@ def test_evaluations_and_rollouts_are_due_as_the_settings_say(tmp_path: Path) ->
 def test_the_engine_and_training_agree_on_what_was_sampled(finished: Path) -> None:
     """The rollout model re-scored in training is the distribution that the engine sampled from, at every iteration."""
     gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished)[1:]]
-    assert len(gaps) == 4 and max(gaps) < 1e-4
+    assert len(gaps) == 4
+    assert max(gaps) < 1e-4
 
 
 def test_saved_rollouts_hold_every_token_of_both_sides(finished: Path) -> None:
     table = pq.read_table(finished / "rollouts" / "iteration-000001.parquet")
     assert table.schema.metadata[b"schema_version"] == b"1"
+
     rows = table.to_pylist()
-    assert len(rows) == 16 and len({row["uid"] for row in rows}) == 16
+    assert len(rows) == 16
+    assert len({row["uid"] for row in rows}) == 16
     for row in rows:
         length = len(row["token_ids"])
         per_token = (
@@ -114,9 +118,11 @@ def test_a_tool_task_trains_on_sampled_tokens_alone(tmp_path: Path) -> None:
     lines = run(small_config("iterations=1", arm="tool"), tmp_path)
     rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
     sampled = [row["sampled_mask"] for row in rows]
+
     assert lines[1]["response/tokens"] == sum(map(len, sampled)) / len(rows)
     assert lines[1]["response/tool_tokens"] == sum(mask.count(False) for mask in sampled) / len(rows) > 0
-    assert lines[1]["policy/grad_norm"] > 0 and lines[1]["rollout_model/grad_norm"] > 0
+    assert lines[1]["policy/grad_norm"] > 0
+    assert lines[1]["rollout_model/grad_norm"] > 0
     assert all(line["mismatch/engine_gap_max"] < 1e-4 for line in lines[1:])
     for row in rows:
         assert row["response"] == "".join(token for token in row["tokens"] if not token.startswith("<"))
@@ -141,11 +147,15 @@ def test_aborted_rollouts_are_counted_and_not_trained_on(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(TransformersEngine, "collect", abort_some)
     line = run(small_config(*ONE), tmp_path)[1]
+
     assert line["response/aborted"] == 0.25
+
     events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("aborted_rollout") == 2
+
     rows = pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").to_pylist()
-    assert len(rows) == 6 and not any(row["uid"].endswith("#0") for row in rows)
+    assert len(rows) == 6
+    assert not any(row["uid"].endswith("#0") for row in rows)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -161,7 +171,10 @@ def test_a_run_goes_on_after_only_aborted_rollouts(
 
     monkeypatch.setattr(TransformersEngine, "collect", abort)
     lines = run(small_config(*ONE, "iterations=3", "rollouts.every=100"), tmp_path)
-    assert [line["iteration"] for line in lines] == [0, 1, 2, 3] and lines[number]["response/aborted"] == 1.0
+
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3]
+    assert lines[number]["response/aborted"] == 1.0
+
     saved = {f"iteration-{iteration:06d}.parquet" for iteration in {1, 3} - {number}}
     assert {path.name for path in (tmp_path / "rollouts").iterdir()} == saved
     assert (tmp_path / "checkpoints" / "step-3").exists()
@@ -184,6 +197,7 @@ def test_other_weights_than_were_sent_end_the_run(
     monkeypatch.setattr(TransformersEngine, "update_weights", lose_something)
     with pytest.raises(EngineError, match=r"the learner sent .* unknown weights"):
         run(small_config("iterations=1"), tmp_path)
+
     events = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["iteration"] for event in events if event["event"] == "stopped"] == [1]
 
@@ -206,6 +220,7 @@ def test_a_launch_that_fails_closes_what_it_made(where: str, tmp_path: Path, mon
     monkeypatch.setattr("jackpot.launch.engines.make_engine", make)
     if where != "the second engine":
         monkeypatch.setattr(start if where == "Trainer" else build, where, fail)
+
     with pytest.raises(EngineError, match="no more"):
         run(small_config(), tmp_path)
     assert len(engines) == (1 if where == "the second engine" else 2)
@@ -225,12 +240,14 @@ def test_a_trainer_closes_all_though_an_engine_fails(tmp_path: Path, monkeypatch
     engines = {trainer._components.engine, trainer._components.policy_engine}
     closed.clear()  # that of the prompts that the launch looked at
     monkeypatch.setattr(TransformersEngine, "take_events", fail)
+
     with pytest.raises(EngineError, match="no events"):
         trainer.close()
     assert closed == [trainer._components.task]
     for engine in engines:
         with pytest.raises(EngineError, match="closed"):
             engine.submit([])
+
     monkeypatch.undo()
     start.launch(small_config(), tmp_path, lambda line: None).close()  # the folder is free again
 
@@ -251,6 +268,7 @@ def test_an_evaluation_leaves_out_of_its_gap_what_is_not_finite(
 
     monkeypatch.setattr(TransformersEngine, "collect", broken)
     gap = run(small_config(SHORT), tmp_path, kill_after=0)[0]["eval/policy_engine_gap"]
+
     assert gap is None or math.isnan(gap) if share == "all" else gap < 1e-4
 
 
@@ -268,7 +286,9 @@ def test_a_correction_of_the_protocol_trains_as_its_formula(tmp_path: Path) -> N
         for name, correction in (("own", own), ("tis", "{name: tis, cap: 1.3}"))
     )
     measured = [name for name in wanted if name.startswith(("policy/", "rollout_model/", "correction/", "obrs/"))]
-    assert found.keys() == wanted.keys() and "obrs/acceptance" in measured
+
+    assert found.keys() == wanted.keys()
+    assert "obrs/acceptance" in measured
     assert {name: repr(found[name]) for name in measured} == {name: repr(wanted[name]) for name in measured}
 
 
@@ -280,6 +300,7 @@ def test_standard_errors_count_a_token_once_however_many_epochs(tmp_path: Path) 
         )[1]
         for n in (1, 2)
     )
+
     assert often["mismatch/ratio_stderr"] == pytest.approx(once["mismatch/ratio_stderr"], rel=1e-3)
 
 
@@ -302,18 +323,22 @@ class Finite(Task):
 def test_a_prompt_stream_gives_each_prompt_once_an_epoch() -> None:
     stream = PromptStream(Finite(7), "train", seed=3)
     first, second = stream.next(7), stream.next(7)
+
     assert sorted(prompt.text for prompt in first) == sorted(prompt.text for prompt in second) == list("0123456")
     assert [prompt.text for prompt in first] != [prompt.text for prompt in second]
     assert len({prompt.uid for prompt in first + second}) == 14
+
     resumed = PromptStream(Finite(7), "train", seed=3)
     resumed.load_state_dict({"position": 5, "sizes": [7]})
+
     assert resumed.next(5) == (first + second)[5:10]
 
 
 def test_seeds_draw_other_problems_from_an_endless_split() -> None:
     task = make_task(small_config().task, load_tokenizer("starter:policy"))
     first, again, other = (PromptStream(task, "train", seed).next(20) for seed in (0, 0, 1))
-    assert first == again and not {prompt.uid for prompt in first} & {prompt.uid for prompt in other}
+    assert first == again
+    assert not {prompt.uid for prompt in first} & {prompt.uid for prompt in other}
 
 
 def test_an_empty_data_set_is_refused() -> None:
@@ -326,4 +351,6 @@ def test_the_collector_does_not_search_older_objects(tmp_path: Path) -> None:
     config = small_config(*ONE)
     with closing(start.launch(config, tmp_path, lambda line: frozen.append(gc.get_freeze_count()))) as trainer:
         trainer.train()
-    assert min(frozen) > 1000 and gc.get_freeze_count() == 0
+
+    assert min(frozen) > 1000
+    assert gc.get_freeze_count() == 0

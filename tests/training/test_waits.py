@@ -70,6 +70,7 @@ def test_an_update_waits_at_most_three_times(kappa, target, parts, trace):
     dealt = batches(WRITTEN, budget=BUDGETS[parts])
     steps = [*learner.compute_old_log_probs(dealt), learner.compute_old_log_probs(2 * dealt)[1]]
     repaired = []
+
     for step in steps:
         assert len(step) == parts
         repairs = kappa == "auto" and parts > 1 and not holds_target(step[0].old, objective)
@@ -86,7 +87,9 @@ def test_a_score_waits_once_a_micro_batch_and_for_the_result():
     parts = batching.plain_batches([item.rollout for item in WRITTEN], BUDGETS[3], seed=0)
     with waits(tensor for part in parts for tensor in of_host(part)) as found:
         scores = learner.score("policy", parts, Sampling(max_new_tokens=4, num_top_log_probs=2))
-    assert len(scores) == len(WRITTEN) and len(found) == len(parts) + 1 > 2, found
+
+    assert len(scores) == len(WRITTEN), found
+    assert len(found) == len(parts) + 1 > 2, found
 
 
 @pytest.mark.slow
@@ -105,4 +108,5 @@ def test_no_other_regime_waits_more_often(case, value_model):
         items = learner.compute_advantages(scores)
     [step] = learner.compute_old_log_probs(batches(items, budget=BUDGETS[3]))
     found, _ = found_in(learner, step, True, steps_rollout_model=case != "once")
+
     assert len(found) <= 3, found

@@ -66,7 +66,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
     yield open_page
     for context in contexts:
         context.close()
-    assert errors == [] and requests == []
+    assert errors == []
+    assert requests == []
 
 
 @pytest.fixture(scope="session")

@@ -57,26 +57,32 @@ print("torch" in sys.modules)
     done = run(program)
     expected = [f"{arguments} []\n" for arguments in HELP]
     expected += [f"{arguments} {list(SETTINGS)}\n" for arguments in LIGHT_COMMANDS]
+
     assert done.stdout == "".join([*expected, "False\n"]), done.stderr
 
 
 @pytest.mark.parametrize("package", ["typer", "pyarrow"])  # of all commands, and of this one
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
     done = run(without([package]) + "from jackpot.__main__ import main; main()", "report", ".")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"{package} is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"{package} is blocked" in done.stderr
+    assert "pip install -c constraints.txt '.[train]'" in done.stderr
 
 
 def test_an_error_of_our_own_package_keeps_its_traceback() -> None:
     done = run(without(["nothing"]) + "sys.modules['jackpot.ui.cli'] = None\nfrom jackpot.__main__ import main; main()")
-    assert "Traceback" in done.stderr and "pip install" not in done.stderr
+    assert "Traceback" in done.stderr
+    assert "pip install" not in done.stderr
 
 
 def test_an_unknown_command_gets_the_nearest_name_and_the_list(tmp_path: Path) -> None:
     result = jackpot("trian", cwd=tmp_path)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
     assert "unknown command 'trian'; did you mean 'train'?" in result.stderr
-    assert "compare, " in result.stderr and "simulate" in result.stderr
+    assert "compare, " in result.stderr
+    assert "simulate" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,8 @@ def test_an_unknown_command_gets_the_nearest_name_and_the_list(tmp_path: Path) -
 )
 def test_a_mistake_in_options_says_the_right_form(arguments: tuple[str, ...], form: str, tmp_path: Path) -> None:
     result = jackpot(*arguments, cwd=tmp_path)
-    assert result.returncode == 2 and form in result.stderr, result.stderr
+    assert result.returncode == 2, result.stderr
+    assert form in result.stderr, result.stderr
 
 
 def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:

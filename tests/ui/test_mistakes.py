@@ -43,7 +43,9 @@ def test_mistakes_are_said_before_torch_and_leave_nothing(tmp_path: Path, monkey
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no hub
     done = run(without(["torch", "transformers"]) + PROGRAM, *MISTAKES)
     lines = done.stdout.splitlines()
+
     assert len(lines) == len(MISTAKES), done.stderr
     for line, (typed, words) in zip(lines, MISTAKES.items(), strict=True):
-        assert line.startswith("2 ") and words in line, (typed, line)
+        assert line.startswith("2 "), (typed, line)
+        assert words in line, (typed, line)
     assert [path.name for path in tmp_path.iterdir()] == [".hidden"]

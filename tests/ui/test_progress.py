@@ -42,6 +42,7 @@ def test_a_log_has_a_line_every_few_seconds_or_where_it_is_due(clock: list[float
         bars.update("iteration", 2, 10, {"reward": "0.2"}, is_due=True)
         clock[0] += LINE_SECONDS
         bars.update("iteration", 3, 10, {"reward": "[0.3]"})
+
     assert printed(shown).splitlines() == [
         "iteration 0/10  policy 41%",
         "iteration 2/10  reward 0.2  10 s left",  # 2.5 s for two iterations
@@ -72,8 +73,11 @@ def test_a_terminal_keeps_a_fact_until_a_newer_one_comes() -> None:
         bars.update("other", 1, 2, {"loss": "0.5"})
         bars.update("arithmetic", 16, 64, {"tokens/s": "2,000"}, noun=" answers")
     last = printed(shown).split("tokens/s 2,000")
-    assert len(last) > 1 and "loss 0.5" in printed(shown)
-    assert "arithmetic 16/64 answers" in printed(shown) and "other 1/2" in printed(shown)
+
+    assert len(last) > 1
+    assert "loss 0.5" in printed(shown)
+    assert "arithmetic 16/64 answers" in printed(shown)
+    assert "other 1/2" in printed(shown)
 
 
 def test_a_terminal_keeps_evaluations_above_the_bars() -> None:
@@ -84,10 +88,15 @@ def test_a_terminal_keeps_evaluations_above_the_bars() -> None:
         bars.live.refresh()
         bars.update("iteration", 6, 10, {"reward": "0.3"})
     frames = printed(shown)
+
     assert frames.count("iteration 5/10  policy 41%\n") == 1  # a line of its own, drawn once
-    assert "60%" in frames and "training" in frames
+    assert "60%" in frames
+    assert "training" in frames
+
     last = frames.rpartition("iteration 6/10")[2]
-    assert "reward 0.3" in last and "policy" not in last and "training" not in last
+    assert "reward 0.3" in last
+    assert "policy" not in last
+    assert "training" not in last
 
 
 def test_the_seconds_of_an_iteration_count_each_phase_once() -> None:
@@ -104,6 +113,7 @@ def test_a_log_names_the_stages_of_the_start(clock: list[float]) -> None:
         bars.update("iteration", 0, 10, {}, is_due=True)
         stage("training")
     stage("after the end")
+
     assert printed(shown).splitlines() == ["loading the model m", "iteration 0/10"]
 
 
@@ -111,7 +121,8 @@ def test_a_stage_that_is_shown_is_not_logged_again(caplog: pytest.LogCaptureFixt
     logger = logging.getLogger("jackpot.stages")
     with caplog.at_level(logging.INFO), progress(console(is_terminal=False)):
         stage("loading the model m")
-    assert not caplog.records and logger.propagate
+    assert not caplog.records
+    assert logger.propagate
 
 
 def test_a_status_shows_the_stages_that_begin() -> None:
@@ -126,8 +137,10 @@ def test_a_terminal_breaks_lines_between_words_but_no_log_does() -> None:
     terminal, log = console(is_terminal=True, width=80), console(is_terminal=False, width=80)
     print_line(terminal, text)
     print_line(log, text)
+
     assert printed(log) == f"{text}\n"
-    assert printed(terminal).split() == text.split() and max(map(len, printed(terminal).splitlines())) <= 80
+    assert printed(terminal).split() == text.split()
+    assert max(map(len, printed(terminal).splitlines())) <= 80
 
 
 def test_a_command_and_a_file_are_never_broken() -> None:
@@ -135,7 +148,9 @@ def test_a_command_and_a_file_are_never_broken() -> None:
     command = "jackpot train quickstart " + " ".join(f"objective.clip_low=0.{number}" for number in range(10))
     show_next(shown, {command: "train"})
     print_line(shown, f"key: {'value ' * 20}", is_whole=True)
-    assert f"  {command}\n" in printed(shown) and f"key: {'value ' * 20}\n" in printed(shown)
+
+    assert f"  {command}\n" in printed(shown)
+    assert f"key: {'value ' * 20}\n" in printed(shown)
 
 
 def test_a_table_too_wide_goes_on_in_another() -> None:
@@ -144,11 +159,14 @@ def test_a_table_too_wide_goes_on_in_another() -> None:
     rows = [("obrs", *(f"{number}.{number} ± 0.12" for number in range(12)))]
     show_table(shown, "", heads, rows, heads[1:])
     lines = printed(shown).splitlines()
+
     assert max(map(len, lines)) <= 80
     assert sum("obrs" in line for line in lines) == 3  # four columns each
     assert all(any(cell in line for line in lines) for cell in rows[0])
+
     narrow = console(is_terminal=False, width=80)
     show_table(narrow, "", ("model", "before"), [("policy", "word " * 40)], ["before"][:0])
+
     assert max(map(len, printed(narrow).splitlines())) <= 80
 
 
@@ -157,7 +175,9 @@ def test_a_column_of_text_has_the_width_that_its_words_need() -> None:
     heads = ("arm", "row", "aime24 pass@1", "amc22_23 pass@1", "math500 pass@1", "gsm8k pass@1")
     show_table(shown, "", heads, [("mask_only", "Masking-only (best before crash)", *["19.167"] * 4)], heads[2:])
     text = re.sub(r"\x1b\[[0-9;]*m", "", printed(shown))
-    assert "Masking-only (best" in text and text.count("19.167") == 4
+
+    assert "Masking-only (best" in text
+    assert text.count("19.167") == 4
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -169,11 +189,16 @@ def test_details_are_printed_on_request_alone_and_counted() -> None:
     sections = [Section(title="", intro="", items=(main, more, long))]
     short, whole = console(is_terminal=False), console(is_terminal=False)
     show_answer(short, ["The verdict."], sections, show_all=False, commands={"jackpot report RUN": "the page"})
-    assert printed(short).startswith("The verdict.\n") and "main" in printed(short)
-    assert "more\n" not in printed(short) and "--all prints 2 more tables." in printed(short)
+
+    assert printed(short).startswith("The verdict.\n")
+    assert "main" in printed(short)
+    assert "more\n" not in printed(short)
+    assert "--all prints 2 more tables." in printed(short)
     assert printed(short).endswith("Next:\n  jackpot report RUN  # the page\n")
+
     show_answer(whole, [], sections, show_all=True)
-    assert all(f"{title}\n" in printed(whole) for title in ("main", "more", "long")) and "--all" not in printed(whole)
+    assert all(f"{title}\n" in printed(whole) for title in ("main", "more", "long"))
+    assert "--all" not in printed(whole)
 
 
 def test_a_status_is_a_line_each_in_a_log_but_not_too_often(clock: list[float]) -> None:
@@ -183,6 +208,7 @@ def test_a_status_is_a_line_each_in_a_log_but_not_too_often(clock: list[float]) 
             clock[0] += 2.0
             show_each(f"step [{number}]")
             show_rare(f"step [{number}]")
+
     assert printed(each).splitlines() == [f"step [{number}]" for number in range(4)]
     assert printed(rare).splitlines() == ["step [2]"]
 
@@ -191,5 +217,7 @@ def test_cells_are_never_markup_and_numbers_stand_on_the_right() -> None:
     shown = console(is_terminal=False)
     show_table(shown, "[title]", ("name", "count"), [("[red]a", "1"), ("b", "1,000")], ["count"])
     lines = printed(shown).splitlines()
+
     assert lines[0] == "[title]"
-    assert "│ [red]a │     1 │" in lines and "│ b      │ 1,000 │" in lines
+    assert "│ [red]a │     1 │" in lines
+    assert "│ b      │ 1,000 │" in lines

@@ -354,7 +354,8 @@ def message_of(number: int, files: Path) -> str:
     refused = REFUSED[number]
     with TemporaryDirectory() as folder:
         done = type_line(refused.line, copytree(files, Path(folder) / "files"), refused)
-    assert done.returncode == 2 and done.stderr.startswith("error: "), (done.returncode, done.stderr)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert done.stderr.startswith("error: "), (done.returncode, done.stderr)
     return done.stderr.strip()
 
 
@@ -372,10 +373,13 @@ def test_every_remedy_of_a_refused_line_works(number: int, files: Path, tmp_path
 def test_without_a_kernel_the_eager_head_reads() -> None:
     device = torch.device("cuda:99")
     pytest.importorskip("triton")
+
     with pytest.raises(ConfigError) as error:
         tile_reader("triton", device)
+
     remedy = re.search(r"use head_kernel: (\w+)$", str(error.value))
-    assert remedy and "Triton runs no kernel here" in str(error.value)
+    assert remedy
+    assert "Triton runs no kernel here" in str(error.value)
     assert tile_reader(remedy[1], device).name == "eager"
 
 
@@ -410,5 +414,6 @@ def test_every_refusal_stands_in_the_table(files: Path) -> None:
     unsaid = [text for text in sorted(texts_of(files)) if " " in text and not is_provoked(text, said)]
     unseen = [start for package, starts in NEEDS.items() if not has(package) for start in starts]
     missing = [text for text in unsaid if not text.startswith((*NOT_HERE, *unseen))]
+
     assert not missing, missing
     assert all(any(text.startswith(start) for text in unsaid) for start in NOT_HERE)

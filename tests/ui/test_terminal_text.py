@@ -50,6 +50,7 @@ def test_hostile_text_is_shown_and_does_nothing(text: str, is_terminal: bool) ->
         going.update(text, 1, 2, {text: text}, is_due=True)
     with status(doing, text) as show:
         show(text)
+
     for console in (line, table, tables, bars, doing):
         assert_harmless(console.file.getvalue(), text)
 
@@ -61,8 +62,11 @@ def test_line_breaks_and_tabs_stay() -> None:
 def test_an_error_with_a_hostile_path_is_shown_as_it_is(tmp_path: Path) -> None:
     path = "runs/[/]x\x1b]0;owned\x07\x1b[2J[bold]"
     error = typed("diagnose", path, cwd=tmp_path).stderr
-    assert "\x1b]0;" not in error and "\x1b[2J" not in error
+
+    assert "\x1b]0;" not in error
+    assert "\x1b[2J" not in error
     assert "runs/[/]x⟨1B⟩]0;owned⟨07⟩⟨1B⟩[2J[bold]" in error
+
     record = logging.makeLogRecord({"msg": "server said %s", "args": ("\x1b[2J",)})
     assert PrintableFormatter().format(record) == "server said ⟨1B⟩[2J"
     assert isinstance(logging.lastResort.formatter, PrintableFormatter)

@@ -74,7 +74,8 @@ def backward_of_a_view() -> None:
     other = leaf * 1.0
     other[1:].mul_(2.0)
     other.sum().backward()
-    assert leaf.grad is not None and leaf.grad.is_cuda
+    assert leaf.grad is not None
+    assert leaf.grad.is_cuda
 
 
 layer = torch.nn.Linear(5, 2).to(CUDA)

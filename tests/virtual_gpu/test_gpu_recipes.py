@@ -46,4 +46,5 @@ def test_a_gpu_recipe_trains_tiny_on_the_virtual_gpu(recipe: str, tmp_path: Path
     modules = [str(build.build().parent), str(SITE)]
     # Triton's interpreter would take minutes for each recipe; `PART=runs` has runs with its kernels.
     start = train(["-m", "jackpot"], recipe, tmp_path, "head_kernel=eager", modules=modules)
+
     assert (start["ranks"], start["cuda"]) == (1, "Virtual H100")

@@ -27,9 +27,12 @@ def test_a_machine_that_cannot_have_it_is_told_why(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build.torch.version, "cuda", None)
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.setattr(build, "TRIED", {build.torch.__version__.partition("+")[0]})
+
     assert build.obstacle() == "there is no g++"
+
     monkeypatch.setattr(build, "TRIED", {"0.1"})
     assert "was tried with torch 0.1, not with" in build.obstacle()
+
     monkeypatch.setattr(build.torch.version, "cuda", "13.0")
     assert "is built for CUDA 13.0" in build.obstacle()
 
@@ -48,7 +51,8 @@ def test_a_graph_replays_and_its_capture_computes_nothing(gpu: VirtualGpu) -> No
 
 def test_copies_from_and_to_pinned_memory_end_at_a_wait(gpu: VirtualGpu) -> None:
     early, late = gpu("mixes.pinned_values")
-    assert all(value != value for value in early) and late == [1.0, 1.0]
+    assert all(value != value for value in early)
+    assert late == [1.0, 1.0]
     assert len(gpu.hazards()) == 1
 
 
@@ -78,7 +82,9 @@ def test_the_host_waits_no_more_often_than_the_table_says(gpu: VirtualGpu) -> No
 def test_correct_reports_a_shift_one_call_later_and_never_waits(gpu: VirtualGpu) -> None:
     (first_waits, first), (later_waits, later), (last_waits, last) = gpu("signs.waits_and_errors")
     assert first_waits == later_waits == last_waits == []
-    assert first == "" and "shifted by a token" in later and "(an earlier call)" in later
+    assert first == ""
+    assert "shifted by a token" in later
+    assert "(an earlier call)" in later
     assert "(an earlier call)" in last  # of the second call, whose tensors were shifted too
 
 
@@ -93,5 +99,7 @@ def test_a_run_takes_the_steps_that_it_takes_on_a_cpu(gpu: VirtualGpu, tmp_path:
     if "head_kernel=triton" in RUNS[group][name]:
         pytest.importorskip("triton")
     differing, waits = gpu("runs.compare", group, name, tmp_path)
-    assert gpu.hazards() == [] and (waits > 0 or group == "two_ranks")
+
+    assert gpu.hazards() == []
+    assert waits > 0 or group == "two_ranks"
     assert group == "rounded" or differing == []

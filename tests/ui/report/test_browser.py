@@ -68,7 +68,9 @@ def test_the_page_draws_what_comes_into_view(report: Path, open_page: Open) -> N
     runs = page.locator("figure", has_text="Accuracy on held-out problems")
     expect(runs.get_by_role("row")).to_have_count(4)
     expect(runs.get_by_role("cell", name="none-seed0")).to_be_visible()
+
     assert page.locator(".plot .main-svg").count() < 60  # the rest waits
+
     page.get_by_role("link", name="Rejection (OBRS)").click()
     chart = page.locator('figure[data-name="obrs/acceptance"]')
     expect(chart.locator(".scatterlayer .trace path.js-line")).to_have_count(2 + 1)  # two lines and a band
@@ -84,6 +86,7 @@ def test_arms_can_be_switched_off_and_charts_found(report: Path, open_page: Open
     expect(chart.locator(".scatterlayer .trace")).to_have_count(2)
     page.get_by_label("Find a chart").fill("kappa")
     names = page.locator("#sections figure:visible figcaption").all_inner_texts()
+
     assert names == ["obrs/kappa", "obrs/kappa_z_above_1"]
 
 
@@ -100,9 +103,9 @@ def test_a_gap_is_a_gap_and_a_named_axis_has_names(tmp_path: Path, open_page: Op
         page.evaluate(f"[...document.querySelectorAll('{kind}')].map((one) => one.getAttribute('d'))")
         for kind in ("path.js-fill", "path.js-line")
     )
-    assert [path.count("M") for path in fills] == [2] and len(
-        outlines
-    ) == 5  # two polygons, two pieces of the line, the other line
+
+    assert [path.count("M") for path in fills] == [2]
+    assert len(outlines) == 5  # two polygons, two pieces of the line, the other line
     assert page.locator(".xtick:visible", has_text=re.compile("low|high")).count() == 2
 
 
@@ -116,16 +119,19 @@ def test_an_axis_within_a_decade_has_ticks_and_a_section_opens(tmp_path: Path, o
     folded = Section(title="more", intro="", items=(chart("folded", 1.0, 2.0),), is_folded=True)
     write_page(tmp_path / "page.html", "t", [Section(title="s", intro="", items=shown), folded])
     page = open_page(tmp_path / "page.html")
+
     for number in range(len(ranges)):
         ticks = page.locator(f'figure[data-name="chart {number}"] .ytick text')
         expect(ticks.first).to_be_visible()
         assert len([text for text in ticks.all_text_contents() if text]) >= 2 - (number == 2), number
+
     hidden = page.locator('figure[data-name="folded"]')
     expect(hidden).not_to_be_visible()
     page.get_by_role("link", name="more").click()
     expect(hidden.locator(".scatterlayer .trace")).to_have_count(1)
     page.get_by_label("Find a chart").fill("no such chart")
     script = "getComputedStyle(document.getElementById('sections'), '::before').content"
+
     assert "No chart" in page.evaluate(script)
 
 
@@ -134,6 +140,7 @@ def test_hovering_a_token_shows_the_numbers_of_the_file(report: Path, trained: P
     show_tokens(page, "obrs-seed0")
     tokens: list[Locator] = page.locator(".t").all()[:40]
     places = [(number, position) for number, row in enumerate(rows) for position in range(len(row["tokens"]))]
+
     for token, (number, position) in list(zip(tokens, places, strict=False))[::7]:
         token.hover()
         row = rows[number]
@@ -149,7 +156,8 @@ def test_hovering_a_token_shows_the_numbers_of_the_file(report: Path, trained: P
         assert field(page, "answer") == row["answer"]
         top = page.locator('[data-field="top"]').inner_text()
         most = max(row["rollout_top_log_probs"][position])
-        assert page.locator('[data-field="top"] tr').count() >= 9 and "rollout model" in top
+        assert page.locator('[data-field="top"] tr').count() >= 9
+        assert "rollout model" in top
         assert f"{2.718281828459045**most * 100:.3g} %" in top
 
 
@@ -162,9 +170,13 @@ def test_just_the_rejected_tokens_are_underlined(report: Path, trained: Path, op
     })"""
     seen = page.evaluate(script)
     flat = [(token, kept) for row in rows for token, kept in zip(row["tokens"], row["accept_mask"], strict=True)]
-    assert len(seen) > 60 and [text for text, _, _ in seen] == [token for token, _ in flat[: len(seen)]]
+
+    assert len(seen) > 60
+    assert [text for text, _, _ in seen] == [token for token, _ in flat[: len(seen)]]
+
     lines = [line for _, line, _ in seen]
-    assert lines == [kept == 0 for _, kept in flat[: len(seen)]] and any(lines)
+    assert lines == [kept == 0 for _, kept in flat[: len(seen)]]
+    assert any(lines)
     assert {through for _, _, through in seen} == {"none"}  # nothing crosses the letters
 
 
@@ -193,12 +205,16 @@ def test_filters_leave_what_they_say(report: Path, trained: Path, open_page: Ope
     expect(count).to_contain_text(expected(lambda row: prompt in row["prompt"] + "\n" + "".join(row["tokens"])))
     page.get_by_label("Text in prompt or response").fill("no such text")
     expect(count).to_contain_text(f"0 of {len(rows)} responses")
+
     assert page.locator(".t").count() == 0
+
     page.get_by_label("Text in prompt or response").fill("")
     page.get_by_label("Order").select_option("most rejected")
     shares = [row["accept_mask"].count(0) / len(row["tokens"]) for row in rows]
     shown = page.evaluate("view.order")
-    assert sorted(shown) == list(range(len(rows))) and all(shares[a] >= shares[b] for a, b in pairwise(shown))
+
+    assert sorted(shown) == list(range(len(rows)))
+    assert all(shares[a] >= shares[b] for a, b in pairwise(shown))
 
 
 def test_the_keyboard_does_it_all(report: Path, trained: Path, open_page: Open) -> None:
@@ -206,31 +222,45 @@ def test_the_keyboard_does_it_all(report: Path, trained: Path, open_page: Open) 
     show_tokens(page, "obrs-seed0")
     page.locator("#list").focus()
     page.keyboard.press("j")
+
     assert chosen(page) == (0, 0)
+
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert chosen(page) == (0, 2) and field(page, "position").startswith("3 of")
+
+    assert chosen(page) == (0, 2)
+    assert field(page, "position").startswith("3 of")
+
     expect(page.locator('[aria-selected="true"]')).to_have_count(1)
     assert page.locator("#list").get_attribute("aria-activedescendant") == page.locator(
         '[aria-selected="true"]'
     ).get_attribute("id")
+
     page.keyboard.press("ArrowDown")
     assert chosen(page) == (1, 0)
+
     page.keyboard.press("ArrowLeft")
     assert chosen(page) == (0, len(rows[0]["tokens"]) - 1)
+
     page.keyboard.press("Home")
     found = (-1, -1)
     first = first_rejected(rows)
+
     if first != (0, 0):
         page.keyboard.press("n")
         found = chosen(page)
-        assert found == first and field(page, "state") == "rejected"
+        assert found == first
+        assert field(page, "state") == "rejected"
+
     page.keyboard.press("n")
     assert chosen(page) == first_rejected(rows, after=first)
+
     page.keyboard.press("Shift+N")
     assert chosen(page) == first
+
     page.keyboard.press("End")
     assert chosen(page) == (len(rows) - 1, 0)
+
     expect(page.locator('[aria-selected="true"]')).to_be_in_viewport()
     for key, name in enumerate(("Acceptance", "Weight", "Ratio", "Advantage", "KL"), start=1):
         page.keyboard.press(str(key))
@@ -261,6 +291,7 @@ def test_a_link_brings_back_what_was_chosen(report: Path, open_page: Open) -> No
     expect(again.get_by_role("radio", name="Ratio")).to_have_attribute("aria-checked", "true")
     expect(again.get_by_label("Right or wrong")).to_have_value("wrong")
     expect(again.locator('[aria-selected="true"]')).to_have_count(1)
+
     assert again.locator("#detail").inner_text() == text
 
 
@@ -271,14 +302,18 @@ def test_tokens_cannot_be_markup_and_blanks_are_seen(odd_report: Path, open_page
         page.keyboard.press("j")
         page.locator("#list").focus()
         page.keyboard.press("ArrowRight")
+
     assert page.evaluate("typeof hacked") == "undefined"
     assert page.locator("#tokens :is(img, script, b)").count() == 0
+
     shown = page.locator(".t").all_inner_texts()
     assert shown[:6] == ["</script>", "<img src=x onerror=hacked=1>", "⏎", "··", " the", "é"]
     assert {"&amp;", "中文", "∅", "␇"} <= set(shown)
+
     tools = page.locator(".t.tool")
     expect(tools).to_have_count(2)
     tools.first.hover()
+
     assert "tool" in field(page, "state")
 
 
@@ -303,6 +338,7 @@ def test_everything_is_readable_in_light_and_dark(report: Path, open_page: Open,
     show_tokens(page, "obrs-seed0")
     theme = "dark" if dark else "light"
     script = "theme => Array.from({length: 201}, (_, i) => colorAt(i / 100 - 1, theme)).map((one) => [one, inkOn(one)])"
+
     for back, ink in page.evaluate(script, theme):
         front = [int(ink[at : at + 2], 16) for at in (1, 3, 5)]
         assert contrast(back, front) >= 4.5
@@ -315,6 +351,7 @@ def test_everything_is_readable_in_light_and_dark(report: Path, open_page: Open,
             for pair in pairs:
                 back, front = ([float(one) for one in re.findall(r"[\d.]+", text)[:3]] for text in pair)
                 assert contrast(back, front) >= 4.5
+
     card = color(page, "getComputedStyle(document.querySelector('figure')).backgroundColor")
     assert (sum(card) < 150) == dark
     for place in (".note", ".intro", "td", "th", ".unhealthy", "nav a", ".row.head", ".row .wrong"):
@@ -360,12 +397,17 @@ def test_a_hundred_thousand_tokens_stay_fluid(huge_report: Path, open_page: Open
         f"two frames: median {gaps[150]:.0f} ms, worst {gaps[-1]:.0f} ms; {measured['nodes']} nodes at most; ", end=""
     )
     print(f"colors switched in {measured['switched']:.1f} ms, {measured['touched']} changes")
-    assert 0 in measured["seen"] and 99_999 in measured["seen"]
+
+    assert 0 in measured["seen"]
+    assert 99_999 in measured["seen"]
     assert measured["nodes"] < 4000  # 100,000 tokens in 11,000 rows; what is in view and a little more has elements
     assert 0 < measured["touched"] <= 2 * measured["tokens"]
+
     page.locator("#list").focus()
     page.keyboard.press("End")
+
     assert chosen(page) == (39, 0)
+
     expect(page.locator('[aria-selected="true"]')).to_be_in_viewport()
 
 
@@ -439,9 +481,13 @@ def test_a_run_of_5000_iterations_opens_at_once(long_report: Path, open_page: Op
     print(f"its first charts are there after {page.evaluate('performance.now()') / 1000:.1f} s")
     plots = "[...document.querySelectorAll('.plot')].filter((one) => one.drawn)"
     drawn = page.evaluate(f"{plots}.map((one) => one.data.map((trace) => trace.x.length))")
-    assert 3 <= len(drawn) <= 12 and len(page.locator(".plot").all()) > 60
+
+    assert 3 <= len(drawn) <= 12
+    assert len(page.locator(".plot").all()) > 60
+
     points = [count for chart in drawn for count in chart]
-    assert max(points) > 600 and max(points) <= 800
+    assert max(points) > 600
+    assert max(points) <= 800
     assert page.evaluate("document.querySelectorAll('*').length") < 4000
     assert long_report.stat().st_size < 3_000_000
 

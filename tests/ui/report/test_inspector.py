@@ -50,7 +50,9 @@ def test_the_rollouts_of_the_best_policy_are_carried_and_named(folder: Path) -> 
     (folder / "checkpoints").mkdir(exist_ok=True)
     (folder / "checkpoints" / "best").symlink_to("step-3")
     listed = inspector_data(of(folder))[0].index["runs"][0]["iterations"]
+
     assert [(one["iteration"], one["best"]) for one in listed] == [(1, False), (2, False), (3, True), (4, False)]
+
     files = of(folder)[0][1]
     assert with_best([files[0], files[1], files[3]], files, 3) == [files[0], files[2], files[3]]
     assert with_best([files[0], files[3]], files, 3) == [files[0], files[3]]
@@ -59,7 +61,10 @@ def test_the_rollouts_of_the_best_policy_are_carried_and_named(folder: Path) -> 
 def test_the_page_carries_the_numbers_of_the_file_to_four_digits(folder: Path) -> None:
     tokens, unreadable = inspector_data(of(folder))
     [run] = tokens.index["runs"]
-    assert unreadable == [] and [one["iteration"] for one in run["iterations"]] == [1, 4]
+
+    assert unreadable == []
+    assert [one["iteration"] for one in run["iterations"]] == [1, 4]
+
     words = unpacked(tokens.packs[run["words"]])
     for one in run["iterations"]:
         data = unpacked(tokens.packs[one["pack"]])
@@ -83,12 +88,15 @@ def test_the_page_carries_the_numbers_of_the_file_to_four_digits(folder: Path) -
         ratios = np.exp(np.array(flat["old_log_probs"]) - np.array(flat["rollout_log_probs"]))
         assert data["ratio"] == [float(f"{value:.4g}") for value in ratios]
         assert [words[str(number)] for number in data["id"]] == flat["tokens"]
-        assert data["sampled"] == [int(value) for value in flat["sampled_mask"]] and 0 in data["sampled"]
+        assert data["sampled"] == [int(value) for value in flat["sampled_mask"]]
+        assert 0 in data["sampled"]
         assert [list(pair) for pair in zip(data["policy_version"], data["rollout_model_version"], strict=True)] == flat[
             "versions"
         ]
         assert data["answer"] == [row["answer"] for row in rows] == ["42"] * 3
-        assert data["lengths"] == [6, 4, 6] and data["reward"] == [0.0, 1.0, 0.0] and data["prompt"][1] == "prompt 1"
+        assert data["lengths"] == [6, 4, 6]
+        assert data["reward"] == [0.0, 1.0, 0.0]
+        assert data["prompt"][1] == "prompt 1"
         for model in ("rollout", "policy"):
             assert (data[f"{model}_top_count"], data[f"{model}_top_of"]) == (TOP, folders.TOP)
             assert data[f"{model}_top_ids"] == [number for row in flat[f"{model}_top_ids"] for number in row[:TOP]]
@@ -103,7 +111,9 @@ def test_without_a_tokenizer_unseen_tokens_are_numbers(folder: Path) -> None:
     (folder / "config.yaml").write_text(settings)
     tokens, _ = inspector_data(of(folder))
     words = unpacked(tokens.packs["words-0"])
-    assert set(WORDS) < set(words.values()) and {word for word in words.values() if word.startswith("#")}
+
+    assert set(WORDS) < set(words.values())
+    assert {word for word in words.values() if word.startswith("#")}
 
 
 def test_what_has_no_room_is_left_out_evenly_and_counted(tmp_path: Path) -> None:
@@ -115,10 +125,13 @@ def test_what_has_no_room_is_left_out_evenly_and_counted(tmp_path: Path) -> None
         (one["responses"], one["of_responses"], one["tokens"], one["of_tokens"])
         for one in tokens.index["runs"][0]["iterations"]
     ]
+
     assert listed == [(5, 5, 30, 30), (23, 60, 138, 360), (22, 60, 132, 360)]  # all 300
     assert tokens.left_out.rows == ()
+
     none, _ = inspector_data(of(tmp_path / "run"), max_tokens=0)
-    assert none.index["runs"] == [] and none.packs == {}
+    assert none.index["runs"] == []
+    assert none.packs == {}
     assert none.left_out.rows == (("run", "0 of 3", "0 of 125"),)
 
 
@@ -136,14 +149,18 @@ def test_long_responses_leave_fewer_iterations(tmp_path: Path) -> None:
             save_tokens(tmp_path / run, iteration, [["x"] * 10] * 5)
     # 40 tokens a run: no room for 4 responses at two iterations, so both ends have what fits
     tokens, _ = inspector_data(of(tmp_path), max_tokens=120)
+
     assert listed(tokens) == {run: {10: 2, 70: 2} for run in "abc"}
     assert tokens.left_out.rows[0] == ("a", "2 of 7", "4 of 35")
+
     tokens, _ = inspector_data(of(tmp_path), max_tokens=360)  # 12 responses a run
     assert listed(tokens) == {run: {10: 4, 40: 4, 70: 4} for run in "abc"}
     assert tokens.left_out.rows[2] == ("c", "3 of 7", "12 of 35")
+
     tokens, _ = inspector_data(of(tmp_path), max_tokens=25)  # less than one response a run
     assert listed(tokens) == {"a": {70: 1}, "b": {70: 1}}
-    assert [row[0] for row in tokens.left_out.rows] == ["a", "b", "c"] and "longer" not in tokens.left_out.note
+    assert [row[0] for row in tokens.left_out.rows] == ["a", "b", "c"]
+    assert "longer" not in tokens.left_out.note
 
 
 def test_a_response_longer_than_all_the_room_is_there_once(tmp_path: Path) -> None:
@@ -151,12 +168,12 @@ def test_a_response_longer_than_all_the_room_is_there_once(tmp_path: Path) -> No
         run_folder(tmp_path / run, [{"a/b": 1.0}])
         save_tokens(tmp_path / run, 1, [["x"] * 100] * 2)
     tokens, _ = inspector_data(of(tmp_path), max_tokens=60)
+
     assert listed(tokens) == {"a": {1: 1}}
-    assert (
-        tokens.left_out.rows == (("a", "1 of 1", "1 of 2"), ("b", "0 of 1", "0 of 2"))
-        and "100 tokens" in tokens.left_out.note
-    )
+    assert tokens.left_out.rows == (("a", "1 of 1", "1 of 2"), ("b", "0 of 1", "0 of 2"))
+    assert "100 tokens" in tokens.left_out.note
     assert "100 tokens" in page_data(write_report([tmp_path], max_tokens=60).path)
+
     alone, _ = inspector_data(of(tmp_path / "a"), max_tokens=60)
     assert alone.left_out.rows == (("a", "1 of 1", "1 of 2"),)
 
@@ -167,7 +184,9 @@ def test_lengths_are_shown_as_they_are_mixed(tmp_path: Path) -> None:
         save_tokens(tmp_path, iteration, [["x"] * (40 if row % 2 else 2) for row in range(32)])
     tokens, _ = inspector_data(of(tmp_path), max_tokens=720)
     lengths = [unpacked(tokens.packs[one["pack"]])["lengths"] for one in tokens.index["runs"][0]["iterations"]]
-    assert len(lengths) == 3 and sum(map(sum, lengths)) <= 720
+
+    assert len(lengths) == 3
+    assert sum(map(sum, lengths)) <= 720
     for of_iteration in lengths:
         assert 0.35 <= sum(length == 40 for length in of_iteration) / len(of_iteration) <= 0.65
 
@@ -175,18 +194,24 @@ def test_lengths_are_shown_as_they_are_mixed(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 50), max_size=200), st.integers(0, 2000))
 def test_chosen_rows_fit_and_come_in_order(lengths: list[int], budget: int) -> None:
     rows = spread_rows(lengths, budget)
-    assert rows == sorted(set(rows)) and sum(lengths[row] for row in rows) <= budget
+    assert rows == sorted(set(rows))
+    assert sum(lengths[row] for row in rows) <= budget
+
     rest = budget - sum(lengths[row] for row in rows)
     others = [lengths[row] for row in range(len(lengths)) if row not in rows]
+
     assert not others or max(others) > rest  # one that does not fit ended it
     assert spread_rows(lengths, 0, max(lengths, default=0)) or not lengths
 
 
 def test_chosen_rows_come_from_all_over_the_file() -> None:
     rows = spread_rows([10] * 1000, 1000)
-    assert len(rows) == 100 and max(np.diff([0, *rows, 999])) <= 20
+    assert len(rows) == 100
+    assert max(np.diff([0, *rows, 999])) <= 20
+
     counts = Counter(row // 100 for row in rows)
-    assert len(counts) == 10 and set(counts.values()) <= {9, 10, 11}
+    assert len(counts) == 10
+    assert set(counts.values()) <= {9, 10, 11}
 
 
 @given(st.lists(st.floats(-1e30, 1e30) | st.sampled_from([np.inf, -np.inf, np.nan]), max_size=20), st.integers(2, 6))
@@ -208,15 +233,15 @@ def test_byte_level_tokens_read_as_the_text_that_they_stand_for() -> None:
 
 
 def test_other_tokenizers_and_half_characters_are_readable() -> None:
-    assert readable("▁the", in_bytes=False) == " the" and readable("<0x0A>", in_bytes=False) == "\n"
+    assert readable("▁the", in_bytes=False) == " the"
+    assert readable("<0x0A>", in_bytes=False) == "\n"
     half = next(word for word, _ in ByteLevel(add_prefix_space=False).pre_tokenize_str("é"))[:1]
     assert readable(half, in_bytes=True) == "⟨C3⟩"
 
 
 def test_equal_data_is_packed_equally() -> None:
-    assert packed({"a": [1, None]}) == packed({"a": [1, None]}) and unpacked(packed({"a": [1, None]})) == {
-        "a": [1, None]
-    }
+    assert packed({"a": [1, None]}) == packed({"a": [1, None]})
+    assert unpacked(packed({"a": [1, None]})) == {"a": [1, None]}
 
 
 def test_damaged_files_are_named_and_the_others_are_shown(folder: Path) -> None:
@@ -230,9 +255,15 @@ def test_damaged_files_are_named_and_the_others_are_shown(folder: Path) -> None:
     pq.write_table(table.replace_schema_metadata({"schema_version": "99"}), rollouts / "iteration-000005.parquet")
     pq.write_table(table.drop_columns(["weights", "z"]), rollouts / "iteration-000006.parquet")
     found, unreadable = list_rollout_files(folder)
+
     assert [saved.iteration for saved in found] == [1, 3, 4, 6]
     assert [(saved.responses, saved.tokens) for saved in found] == [(3, 16)] * 4
-    assert len(unreadable) == 2 and "iteration-000002.parquet" in unreadable[0] and "99" in unreadable[1]
+    assert len(unreadable) == 2
+    assert "iteration-000002.parquet" in unreadable[0]
+    assert "99" in unreadable[1]
+
     tokens, bad = inspector_data(of(folder))
     assert [one["iteration"] for one in tokens.index["runs"][0]["iterations"]] == [1, 4]
-    assert len(bad) == 2 and "iteration-000003" in bad[0] and "weights, z" in bad[1]
+    assert len(bad) == 2
+    assert "iteration-000003" in bad[0]
+    assert "weights, z" in bad[1]

@@ -28,9 +28,12 @@ LOADS = re.compile(
 def test_one_run_is_reported_in_its_folder_and_several_beside(tmp_path: Path) -> None:
     first = run_folder(tmp_path / "runs" / "a", LINES, "iterations=4")
     second = run_folder(tmp_path / "runs" / "deep" / "b", LINES, "iterations=9")
+
     assert write_report([first]).path == first / "report.html"
+
     report = write_report([first, second])
-    assert report.path == tmp_path / "runs" / "report.html" and report.runs == 2
+    assert report.path == tmp_path / "runs" / "report.html"
+    assert report.runs == 2
     assert report.unfinished == ("deep/b",)
     assert write_report([first], tmp_path / "x" / "y.html").path.read_text().startswith("<!doctype html>")
 
@@ -40,7 +43,8 @@ def test_a_section_with_a_finding_is_open(tmp_path: Path) -> None:
         run_folder(tmp_path / "a", [{"eval/policy_accuracy": 0.5, "mismatch/engine_gap": gap}] * 6)
         return '"folded":true' in page_data(write_report([tmp_path / "a"]).path)
 
-    assert folded(1e-9) and not folded(0.5)  # its limit depends on the run's dtypes
+    assert folded(1e-9)
+    assert not folded(0.5)  # its limit depends on the run's dtypes
 
 
 def test_runs_at_any_depth_are_found_but_none_inside_a_run(tmp_path: Path) -> None:
@@ -50,6 +54,7 @@ def test_runs_at_any_depth_are_found_but_none_inside_a_run(tmp_path: Path) -> No
         run_folder(tmp_path / "runs" / name, LINES)
     (tmp_path / "runs" / "compare-a" / "circle").symlink_to(tmp_path / "runs")
     runs = read_runs(find_runs([tmp_path / "runs"])[0])
+
     assert [run.name for run in runs] == ["compare-a/none-seed1", "compare-b/deep/none-seed1", "top"]
     assert write_report([tmp_path / "runs"]).runs == 3
 
@@ -57,7 +62,8 @@ def test_runs_at_any_depth_are_found_but_none_inside_a_run(tmp_path: Path) -> No
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     save_tokens(run_folder(tmp_path, LINES), 1, [["a", "b"]])
     page = write_report([tmp_path]).path.read_text()
-    assert len(page) > 20_000 and not LOADS.search(page)
+    assert len(page) > 20_000
+    assert not LOADS.search(page)
     assert LOADS.search('<script src="https://x.org/plotly.js">')
 
 
@@ -68,7 +74,9 @@ def test_data_cannot_end_its_element_or_fill_a_place_of_the_page(tmp_path: Path)
     table = Table(title=bad, columns=(bad,), rows=((bad,),))
     write_page(tmp_path / "page.html", bad, [Section(title=bad, intro=bad, items=(chart, table))])
     page = (tmp_path / "page.html").read_text()
-    assert "<script>alert" not in page and "@@PACKS@@" in page
+
+    assert "<script>alert" not in page
+    assert "@@PACKS@@" in page
     assert page.count("</script>") == page.count("<script") == 3  # plotly, data, our code
 
 
@@ -83,7 +91,8 @@ def test_a_page_is_small_and_its_plotly_the_pinned_one(tmp_path: Path) -> None:
 
     [version] = re.findall(r"^PLOTLY := ([\d.]+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     plotly = page_data(tmp_path / "page.html", "plotly")
-    assert f"plotly.js (basic - minified) v{version}\n" in plotly[:200] and "</script" not in plotly
+    assert f"plotly.js (basic - minified) v{version}\n" in plotly[:200]
+    assert "</script" not in plotly
 
 
 def test_an_evaluation_beside_runs_is_left_out_with_a_word(finished_run: FinishedRuns, tmp_path: Path) -> None:
@@ -94,7 +103,8 @@ def test_an_evaluation_beside_runs_is_left_out_with_a_word(finished_run: Finishe
 
     done = CliRunner().invoke(cli.app, ["report", str(run.parent)], env={"COLUMNS": "400"})
     assert done.exit_code == 0, done.output
-    assert "1 run" in done.output and f"{evaluation} is left out: it is of `jackpot eval` and no run" in done.output
+    assert "1 run" in done.output
+    assert f"{evaluation} is left out: it is of `jackpot eval` and no run" in done.output
     assert "eval-a is left out" in page_data(run / "report.html")
 
     with pytest.raises(DataError, match=r"no run, only folders of `jackpot eval`, .*/eval-a; give"):

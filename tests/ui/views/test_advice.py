@@ -18,8 +18,12 @@ def one(label: str, worth: float) -> dict:
 def test_the_advised_setting_has_a_row_and_fits_a_terminal() -> None:
     labels = {"tis cap=2": 0.52, "tis": 0.51, "tis cap=4": 0.4, "obrs expected target=proximal c1=2": 0.3}
     found = judged_table({"correction": "tis", "candidates": [one(*pair) for pair in labels.items()]})
+
     assert [row[0] for row in found.rows] == ["tis cap=2", "tis", "obrs expected target=proximal c1=2"]
+
     console = Console(file=io.StringIO(), width=80)
     show_table(console, found.title, found.columns, found.rows, found.columns[1:])
     text = console.file.getvalue()
-    assert text.count("worth") == 2 and max(map(len, text.splitlines())) <= 80  # one table and its title
+
+    assert text.count("worth") == 2
+    assert max(map(len, text.splitlines())) <= 80  # one table and its title

@@ -95,6 +95,7 @@ def test_five_seeds_have_a_band_of_one_standard_deviation() -> None:
 def test_the_verdict_names_the_highest_arm_and_its_distance(baseline: str) -> None:
     ends = {"none": (0.50, 0.51, 0.52), "obrs": (0.79, 0.80, 0.81)}
     runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
+
     assert comparison_verdict(compare(runs, baseline=baseline)) == {
         "Highest": "obrs, 80.0 % right (3 seeds)",
         "Against none": "obrs is 29.0 points higher than none (95 % CI +29.0 to +29.0, 3 seeds): "
@@ -113,10 +114,13 @@ def test_the_verdict_does_not_call_a_difference_of_chance_one() -> None:
     runs = [
         run(arm, seed, (0.4, end)) for arm in ("a", "b") for seed, end in enumerate((0.5, 0.6 if arm == "a" else 0.62))
     ]
+
     assert comparison_verdict(compare(runs))["Against a"].endswith("2 seeds): not significant")
     assert comparison_verdict(compare(runs[:2])) == {"Highest": "a, 55.0 % right (2 seeds)"}
+
     one = comparison_verdict(compare([runs[0], runs[3]]))
     assert "no common seed" in one.values()
+
     one = comparison_verdict(compare([runs[1], runs[3]]))
     assert one["Against a"] == "b is 2.0 points higher than a (1 seed, no interval): cannot tell"
 
@@ -125,7 +129,9 @@ def test_three_seeds_need_students_quantile_to_be_no_chance() -> None:
     ends = {"a": (0.5, 0.5, 0.5), "b": (0.51, 0.53, 0.55)}  # a difference of 0.03 with an error of 0.0115: 2.6 of them
     runs = [run(arm, seed, (0.4, end)) for arm, of_arm in ends.items() for seed, end in enumerate(of_arm)]
     text = comparison_verdict(compare(runs))["Against a"]
+
     assert text == "b is 3.0 points higher than a (95 % CI -2.0 to +8.0, 3 seeds): not significant"
+
     wide = runs[:3] + [run("b", seed, (0.4, end + 0.03)) for seed, end in enumerate(ends["b"])]
     assert comparison_verdict(compare(wide))["Against a"].endswith("significant, on 3 of 3")  # 5.2
 
