@@ -1,4 +1,4 @@
-"""The rollout model steps once for each rollout batch, or with the policy, on the sum of two gradients: PPO, distill."""
+"""The rollout model steps once a rollout batch, or with the policy, on the sum of two gradients: PPO and distill."""
 
 import math
 from dataclasses import replace
