@@ -68,8 +68,8 @@ def test_an_update_waits_at_most_three_times(kappa, target, parts, trace):
     """
     objective = policy_objective(kappa=kappa, target=target, kappa_tolerance=0.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
-    one_step = batches(WRITTEN, budget=BUDGETS[parts])
-    steps = [*learner.compute_old_log_probs(one_step), learner.compute_old_log_probs(2 * one_step)[1]]
+    batch_steps = batches(WRITTEN, budget=BUDGETS[parts])
+    steps = [*learner.compute_old_log_probs(batch_steps), learner.compute_old_log_probs(2 * batch_steps)[1]]
     repaired_steps = []
 
     for step in steps:
