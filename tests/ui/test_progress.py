@@ -189,7 +189,7 @@ def test_details_are_printed_on_request_alone_and_counted() -> None:
         for title, rows in (("main", 1), ("more", 1), ("long", 41))
     )
     sections = [Section(title="", intro="", items=(main_table, detail_table, long_table))]
-    short_console, whole_console = new_console(is_terminal=False), new_console(is_terminal=False)
+    short_console, detailed_console = new_console(is_terminal=False), new_console(is_terminal=False)
 
     show_answer(short_console, ["The verdict."], sections, show_all=False, commands={"jackpot report RUN": "the page"})
 
@@ -199,9 +199,9 @@ def test_details_are_printed_on_request_alone_and_counted() -> None:
     assert "--all prints 2 more tables." in printed(short_console)
     assert printed(short_console).endswith("Next:\n  jackpot report RUN  # the page\n")
 
-    show_answer(whole_console, [], sections, show_all=True)
-    assert all(f"{title}\n" in printed(whole_console) for title in ("main", "more", "long"))
-    assert "--all" not in printed(whole_console)
+    show_answer(detailed_console, [], sections, show_all=True)
+    assert all(f"{title}\n" in printed(detailed_console) for title in ("main", "more", "long"))
+    assert "--all" not in printed(detailed_console)
 
 
 def test_a_status_is_a_line_each_in_a_log_but_not_too_often(clock: list[float]) -> None:
