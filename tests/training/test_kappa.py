@@ -139,6 +139,7 @@ def test_no_more_is_repaired_than_the_tolerance_needs():
     parts = micro_batches_of(write(ROLLOUT_MODEL, num_top_log_probs=2))
     expected_gradient, prepass_result = gradient_of_update(learner_of("prepass", c1=c1), parts)
     last_kappa = 1.01 * value(prepass_result, "obrs/kappa")
+
     gradient, unrepaired_result = gradient_of_update(
         learner_of("auto", tolerance=0.5, last_kappa=last_kappa, c1=c1), parts
     )
@@ -182,6 +183,7 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
 
     monkeypatch.setattr(learner._forward, "outputs", keep_gradients)
     totals = learner.state_dict()["totals"]
+
     result, _ = learner.update(PARTS)
     correction, kappa = learner._objective.correction, value(result, "obrs/kappa")
 
@@ -216,6 +218,7 @@ def test_weights_that_differ_by_rounding_alone_are_not_repaired():
 def test_only_sequences_with_a_gradient_at_a_cap_are_read_again():
     items_without_gradient = [replace(item, advantages=torch.zeros_like(item.advantages)) for item in WRITTEN[1:]]
     parts = micro_batches_of([WRITTEN[0], *items_without_gradient])
+
     _, result = gradient_of_update(learner_of("auto", last_kappa=4.3), parts)
 
     assert value(result, "obrs/repaired_sequences") * len(WRITTEN) == pytest.approx(1.0)
@@ -269,6 +272,7 @@ def test_the_kappa_of_a_skipped_step_is_not_carried(kappa):
     broken_tokens = replace(
         PARTS[0].tokens, rollout_log_probs=torch.full_like(PARTS[0].tokens.rollout_log_probs, math.nan)
     )
+
     result, _ = learner.update([replace(PARTS[0], tokens=broken_tokens), *PARTS[1:]])
 
     assert {event["why"] for event in result.events} == {"non-finite gradient"}
@@ -291,6 +295,7 @@ def test_kappa_is_one_where_the_models_do_not_overlap(kappa):
     ]
     learner = learner_of(kappa, last_kappa=4.3)
     last_totals = learner.state_dict()["totals"]
+
     result, _ = learner.update(parts_without_overlap)
 
     assert value(result, "obrs/kappa") == 1.0

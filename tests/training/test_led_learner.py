@@ -88,6 +88,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
 
     led_outcome = torch.load(tmp_path / "led.pt", weights_only=True)
     lone_outcome = outcome(small_learner())
+
     assert led_outcome.keys() == lone_outcome.keys()
     for name, expected_tensor in lone_outcome.items():
         assert torch.allclose(led_outcome[name].double(), expected_tensor.double(), rtol=1e-5, atol=1e-6), name
@@ -117,6 +118,7 @@ def test_a_rank_with_a_full_disk_costs_the_checkpoint_alone(tmp_path: Path) -> N
                 with pytest.raises(CheckpointError, match=r"^rank 1: .*File too large"):
                     led.save(tmp_path / "full", ROLES)
                 assert led.score("policy", steps[0], Sampling())  # the ranks understand each other
+
         files = led.save(tmp_path / "room", ROLES)
         assert {*files} == {
             f"{folder}-0000{rank}-of-00002.safetensors"

@@ -15,20 +15,24 @@ from jackpot.training.run_folder.folder import RunFolder
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 LINEAR = OptimizerConfig(learning_rate=5e3, eps=1e4, max_grad_norm=1e6)  # steps of AdamW that are 0.5 times gradients
+SHORT_RUN = (SHORT, "iterations=2", "evaluation.problems=2")
 ANNEALED = "rollout_model.share={schedule: linear, hold: 1, until: 4}"
 
 
-@pytest.mark.slow
-def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
-    brief = (SHORT, "iterations=2", "evaluation.problems=2")
-    on_policy = small_config(*brief, "policy.optimizer.learning_rate=2e-4", arm="on_policy")
-    on_policy_lines = run(on_policy, tmp_path / "on_policy")
-    share = small_config(*brief, "rollout_model.share=0.0", "objective.correction=none")
-    share_lines = run(share, tmp_path / "share 0")
-    first_weights = weights(tmp_path / "on_policy", "policy")
-    second_weights = weights(tmp_path / "share 0", "policy")
-
+def assert_equal_weights(first_folder, second_folder, role):
+    first_weights, second_weights = weights(first_folder, role), weights(second_folder, role)
     assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_share_of_0_is_an_on_policy_run(tmp_path):
+    on_policy = small_config(*SHORT_RUN, "policy.optimizer.learning_rate=2e-4", arm="on_policy")
+    share_of_0 = small_config(*SHORT_RUN, "rollout_model.share=0.0", "objective.correction=none")
+
+    on_policy_lines = run(on_policy, tmp_path / "on_policy")
+    share_lines = run(share_of_0, tmp_path / "share 0")
+
+    assert_equal_weights(tmp_path / "on_policy", tmp_path / "share 0", "policy")
     for name in (
         "policy/loss",
         "flops/train",
@@ -39,16 +43,22 @@ def test_shares_of_0_and_1_are_runs_without_a_share(tmp_path, finished_run):
     ):
         assert [line.get(name) for line in on_policy_lines] == [line.get(name) for line in share_lines], name
 
-    held_folder = tmp_path / "held"
-    run(small_config(*brief, "rollout_model.share={schedule: step, hold: 9}"), held_folder)
-    plain_folder = finished_run(*brief)
+
+@pytest.mark.slow
+def test_a_run_with_a_share_of_1_is_a_run_without_a_share(tmp_path, finished_run):
+    share_of_1 = small_config(
+        *SHORT_RUN, "rollout_model.share={schedule: step, hold: 9}"
+    )  # 9 iterations, of which 2 run
+    run(share_of_1, tmp_path)
+    plain_folder = finished_run(*SHORT_RUN)
 
     for role in ("policy", "rollout_model"):
-        first_weights, second_weights = weights(held_folder, role), weights(plain_folder, role)
-        assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
-    for held_line, plain_line in zip(metrics(held_folder), metrics(plain_folder), strict=True):
+        assert_equal_weights(tmp_path, plain_folder, role)
+    for share_line, plain_line in zip(metrics(tmp_path), metrics(plain_folder), strict=True):
         numbers = {name: value for name, value in plain_line.items() if isinstance(value, float)}
-        assert {name: held_line[name] for name in numbers} == pytest.approx(numbers, rel=1e-12)  # sums of another order
+        assert {name: share_line[name] for name in numbers} == pytest.approx(
+            numbers, rel=1e-12
+        )  # sums of another order
 
 
 def test_a_killed_annealed_run_ends_as_the_whole_run(tmp_path):
@@ -114,8 +124,10 @@ def policy_move(items, rollout_model, budget, **settings):
     is_mixed = len({item.rollout.sampled_by for item in items}) > 1
     changes = dict(optimizer=LINEAR, is_frozen=True, is_mixed=is_mixed, num_top_log_probs=5)
     learner = make_learner(POLICY, rollout_model, objective=objective, **changes)
+
     start = parameters(learner, "policy").double()
     train(learner, batches(items, budget=budget))
+
     tokens = sum(int(item.rollout.sampled_mask.sum()) for item in items)
     return (parameters(learner, "policy").double() - start) * tokens
 
@@ -136,8 +148,10 @@ def test_kappa_is_each_models_own():
     objective = policy_objective(kappa="prepass")
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, is_mixed=True, num_top_log_probs=2)
     (mixed_result,) = train(learner, batches([*POLICY_ITEMS, *ROLLOUT_MODEL_ITEMS]))
+
     lone_learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, num_top_log_probs=2)
     (rollout_model_result,) = train(lone_learner, batches(ROLLOUT_MODEL_ITEMS))
+
     kappas = {name: entry.value.item() for name, entry in mixed_result.metrics.items() if name.startswith("obrs/kappa")}
 
     lone_kappa = rollout_model_result.metrics["obrs/kappa"].value.item()

@@ -13,6 +13,7 @@ def test_kept_weights_take_no_more_pinned_memory_than_they_need():
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     parameters[2].requires_grad_(False)
     first_values = [parameter.detach().clone() for parameter in parameters]
+
     weights = KeptWeights(parameters)
 
     # of the numbers 15, 7 and 1 that have a gradient: 8 + 4 + 2 + 1, 4 + 2 + 1, and 1
@@ -21,6 +22,7 @@ def test_kept_weights_take_no_more_pinned_memory_than_they_need():
     weights.keep()
     with torch.no_grad():
         later_values = [parameter.add_(1.0).clone() for parameter in parameters[:2]]
+
     with weights.in_place():
         assert all(map(torch.equal, parameters, first_values))
     assert all(map(torch.equal, parameters[:2], later_values))

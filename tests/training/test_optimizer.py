@@ -54,6 +54,7 @@ def test_steps_are_adamw_on_the_mean_gradient():
         optimizer.step()
         torch.testing.assert_close(row(weights), reference.step(last_weights, gradient), rtol=1e-12, atol=1e-14)
         assert all(weight.grad is None for weight in weights)
+
     assert optimizer.steps == 3
 
 
@@ -163,6 +164,7 @@ def test_a_loaded_state_continues_bit_by_bit():
     with torch.no_grad():
         for weight, resumed_weight in zip(weights, resumed_weights, strict=True):
             resumed_weight.copy_(weight)
+
     for any_optimizer, any_weights in ((optimizer, weights), (resumed_optimizer, resumed_weights)):
         give_gradients(any_weights, seed=7)
         prepare(any_optimizer, denominator=2.0)

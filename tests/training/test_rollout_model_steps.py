@@ -59,7 +59,7 @@ def gradient_parts(items, aggregate="token-mean", of_states=False):
 @pytest.mark.parametrize(
     ("mini_batch_size", "aggregate"), [(3, "token-mean"), (4, "seq-mean-token-mean"), (6, "seq-mean-token-sum-norm")]
 )
-def test_it_steps_once_on_the_whole_rollout_batch(mini_batch_size, aggregate):
+def test_the_rollout_model_steps_once_on_the_whole_batch(mini_batch_size, aggregate):
     """While the policy stays where it is, all steps together are one step on everything."""
     learner = make_learner(
         POLICY,
@@ -69,6 +69,7 @@ def test_it_steps_once_on_the_whole_rollout_batch(mini_batch_size, aggregate):
         rollout_model_each_step=False,
     )
     learner._optimizer._optimizers["policy"]._config = STILL
+
     results = learner.train(batches(WRITTEN, mini_batch_size=mini_batch_size), trace=True).steps
 
     assert len(results) == len(WRITTEN) // mini_batch_size
@@ -77,16 +78,15 @@ def test_it_steps_once_on_the_whole_rollout_batch(mini_batch_size, aggregate):
     assert torch.allclose(parameters(learner, "policy"), flat(POLICY), rtol=0.0, atol=1e-12)
 
     expected_gradient = sum(gradient_parts(WRITTEN, aggregate))
-    expected_weights = flat(ROLLOUT_MODEL).double() - LINEAR.learning_rate * expected_gradient / (
-        expected_gradient.abs() + LINEAR.eps
-    )
+    direction = expected_gradient / (expected_gradient.abs() + LINEAR.eps)  # of AdamW's first step
+    expected_weights = flat(ROLLOUT_MODEL).double() - LINEAR.learning_rate * direction
 
     assert_same_move(parameters(learner, "rollout_model"), expected_weights, flat(ROLLOUT_MODEL))
     assert value(results[-1], "rollout_model/grad_norm") == pytest.approx(expected_gradient.norm().item(), rel=1e-4)
     assert not any("rollout_model/grad_norm" in result.metrics for result in results[:-1])
 
 
-def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
+def test_the_rollout_model_keeps_its_weights_within_a_batch():
     """So fill-ins and the exact Z stay valid at `target: new`, in every step and every epoch."""
     learner = make_learner(
         POLICY,
@@ -108,7 +108,7 @@ def test_it_keeps_the_weights_that_wrote_until_the_batch_is_done():
     assert learner.version.rollout_model == 2
 
 
-def test_with_the_policy_it_steps_as_often_as_the_policy():
+def test_by_default_the_rollout_model_steps_with_the_policy():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     learner.train(batches(WRITTEN, mini_batch_size=4), trace=False)
     assert learner.version == (3, 3)
@@ -127,7 +127,7 @@ def test_each_rollout_batch_divides_by_its_own_tokens():
 @pytest.mark.parametrize(
     ("budget", "mini_batch_size", "each_step"), [(40, 12, True), (40, 4, False), (10_000, 4, True)]
 )
-def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_size, each_step):
+def test_parts_of_the_gradient_are_those_of_two_losses(budget, mini_batch_size, each_step):
     """In every optimizer step, whether the rollout model moves in it or not."""
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=each_step)
     for optimizer in learner._optimizer._optimizers.values():
@@ -149,7 +149,7 @@ def test_the_parts_of_its_gradient_are_those_of_two_losses(budget, mini_batch_si
         assert not any("split" in name for name in result.metrics)
 
 
-def test_the_parts_change_no_weight():
+def test_measuring_the_parts_of_a_gradient_moves_no_weight():
     traced_learner, untraced_learner = (make_learner(POLICY, ROLLOUT_MODEL) for _ in range(2))
     traced_result = traced_learner.train(batches(WRITTEN, budget=40), trace=True).steps[0]
     untraced_result = untraced_learner.train(batches(WRITTEN, budget=40), trace=False).steps[0]
@@ -182,6 +182,7 @@ def test_a_last_step_without_a_token_loses_no_gradient():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     [first_step] = batches(WRITTEN)
     [last_step] = batches(items_without_token)
+
     *_, result = learner.train([first_step, last_step], trace=False).steps
 
     assert [event["model"] for event in result.events] == ["policy"]
@@ -195,10 +196,12 @@ def test_a_step_that_is_not_finite_is_left_out_of_the_sum(broken_step):
     steps = batches(WRITTEN, mini_batch_size=4)
     infinite_step = [replace(batch, advantages=batch.advantages * torch.inf) for batch in steps[broken_step]]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+
     results = learner.train([*steps[:broken_step], infinite_step, *steps[broken_step + 1 :]], trace=True).steps
 
     skipped_counts = [value(result, "health/non_finite_steps") for result in results]
     assert skipped_counts == [float(index == broken_step) for index in range(3)]
+
     assert learner.version.policy == 2
     assert learner.version.rollout_model == 1
     assert parameters(learner, "rollout_model").isfinite().all()
@@ -211,6 +214,7 @@ def test_where_no_step_is_finite_the_rollout_model_stays():
         for step in batches(WRITTEN, mini_batch_size=6)
     ]
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+
     results = learner.train(steps, trace=False).steps
 
     assert all(value(result, "health/non_finite_steps") == 1.0 for result in results)

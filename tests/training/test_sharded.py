@@ -140,6 +140,7 @@ def test_two_ranks_cut_an_output_layer_as_one_does(longer, folder, tmp_path):
     model = load_model(folder / longer, torch.float32)
     model.resize_token_embeddings(model.config.vocab_size + 3)
     model.save_pretrained(tmp_path / "models" / longer)
+
     check(Case(), tmp_path / "models", tmp_path)
 
 
@@ -151,6 +152,7 @@ def test_what_rounds_otherwise_is_the_same_each_time(folder, tmp_path):
         return train(learner_of(config, True), config, samples, case.budget, rank, RANKS)
 
     first_result, second_result = (on_ranks(work, tmp_path / name)[0] for name in ("first", "second"))
+
     assert first_result["digests"] == second_result["digests"]
     assert all(map(torch.equal, first_result["gradients"], second_result["gradients"]))
 
@@ -316,6 +318,7 @@ def test_no_rank_holds_a_whole_model_while_it_loads_its_part(tmp_path):
     models = load_models(config, None, torch.device("cpu"))
     expected_digests = {name: weights_digest(model.named_parameters(), torch.float32) for name, model in models.items()}
     model_bytes = sum(weight.nbytes for model in models.values() for weight in model.parameters())
+
     add_shards, peaks = gathered.fully_shard, []
 
     def measured(module, **options):
@@ -350,6 +353,7 @@ def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):
     ]
     assert dealt[1][1].response_mask.shape[0] == 0
     assert len(dealt[1][1].response_index) == 0
+
     assert [len(rank) for rank in deal(batches[:1], 3)] == [1, 1, 1]
 
 
@@ -363,5 +367,6 @@ def untied_by_sharding(module, **options):
 def test_weights_that_sharding_would_untie_are_refused(folder, monkeypatch):
     monkeypatch.setattr(gathered, "fully_shard", untied_by_sharding)
     models = load_models(config_of(folder), None, torch.device("cpu"))
+
     with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the rollout_model"):
         gathered.shard(models, SimpleNamespace(device_type="cpu"), False)

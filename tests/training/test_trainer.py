@@ -282,6 +282,7 @@ def test_an_evaluation_leaves_out_of_its_gap_what_is_not_finite(
         ]
 
     monkeypatch.setattr(TransformersEngine, "collect", collect_broken)
+
     gap = run(small_config(SHORT), tmp_path, kill_after=0)[0]["eval/policy_engine_gap"]
 
     if share == "all":
@@ -293,12 +294,14 @@ def test_an_evaluation_leaves_out_of_its_gap_what_is_not_finite(
 def test_ppo_is_reports_the_overlap_of_two_models(tmp_path: Path) -> None:
     overrides = (SHORT, "iterations=1", "batch.prompts=16", "objective.correction.proximal=rollout")
     line = run(small_config(*overrides, arm="none"), tmp_path)[1]
+
     assert line["obrs/acceptance"] < 0.99
     assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]
 
 
 def test_a_correction_of_the_protocol_trains_as_its_formula(tmp_path: Path) -> None:
     custom_correction = "{name: custom, import_path: helpers.own_correction:Plain, kwargs: {cap: 1.3}}"
+
     custom_line, tis_line = (
         run(small_config(*ONE_ITERATION, f"objective.correction={correction}"), tmp_path / name)[1]
         for name, correction in (("own", custom_correction), ("tis", "{name: tis, cap: 1.3}"))

@@ -90,6 +90,7 @@ def test_an_update_waits_at_most_three_times(kappa, target, parts, trace):
 def test_a_score_waits_once_a_micro_batch_and_for_the_result():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     parts = batching.plain_batches([item.rollout for item in WRITTEN], BUDGETS[3], seed=0)
+
     with waits(tensor for part in parts for tensor in host_tensors(part)) as wait_lines:
         scores = learner.score("policy", parts, Sampling(max_new_tokens=4, num_top_log_probs=2))
 
@@ -109,12 +110,14 @@ def test_no_other_regime_waits_more_often(case, value_model):
         options |= {"reference": Reference(smallest_model(2), POLICY, estimate="exact", temperature=1.0)}
 
     learner = make_learner(POLICY, None if case == "on_policy" else ROLLOUT_MODEL, objective=objective, **options)
+
     items = WRITTEN
     if case == "everything":
         scores = [ScoredRollout(rollout=item.rollout, score=item.score) for item in WRITTEN]
         items = learner.compute_advantages(scores)
 
     [step] = learner.compute_old_log_probs(batches(items, budget=BUDGETS[3]))
+
     wait_lines, _ = waits_and_metrics(learner, step, trace=True, steps_rollout_model=case != "once")
 
     assert len(wait_lines) <= 3, wait_lines

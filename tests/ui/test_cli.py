@@ -55,7 +55,9 @@ from jackpot.ui.lazy import load
 load(compare), load(diagnose)
 print("torch" in sys.modules)
 """
+
     process = run(program)
+
     expected_lines = [f"{arguments} []\n" for arguments in HELP]
     expected_lines += [f"{arguments} {list(SETTINGS)}\n" for arguments in LIGHT_COMMANDS]
 

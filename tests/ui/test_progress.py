@@ -87,6 +87,7 @@ def test_a_terminal_keeps_evaluations_above_the_bars() -> None:
         stage("training")
         bars.live.refresh()
         bars.update("iteration", 6, 10, {"reward": "0.3"})
+
     frames = printed(console)
 
     assert frames.count("iteration 5/10  policy 41%\n") == 1  # a line of its own, drawn once
@@ -159,6 +160,7 @@ def test_a_table_too_wide_goes_on_in_another() -> None:
     console = new_console(is_terminal=False, width=80)
     heads = ("arm", *(f"a long head {index}" for index in range(12)))
     rows = [("obrs", *(f"{index}.{index} ± 0.12" for index in range(12)))]
+
     show_table(console, "", heads, rows, heads[1:])
     lines = printed(console).splitlines()
 

@@ -42,6 +42,7 @@ def test_hostile_text_is_shown_and_does_nothing(text: str, is_terminal: bool) ->
         return Console(file=io.StringIO(), force_terminal=is_terminal, width=200)
 
     line_console, table_console, tables_console, bars_console, status_console = (new_console() for _ in range(5))
+
     print_line(line_console, f"Run folder: {text}")
     show_table(table_console, text, (text, "other"), [(text, text)])
     table = Table(title=text, columns=("a", "b"), rows=((text, text),), note=text)

@@ -52,6 +52,7 @@ def test_few_seeds_are_their_mean_between_least_and_greatest() -> None:
 
 def test_five_seeds_are_their_mean_and_one_standard_deviation() -> None:
     values = np.random.default_rng(0).normal(size=(5, 3))
+
     line = mean_line([lines(*row) for row in values.tolist()], "a/b")
     mean, spread = values.mean(0), values.std(0, ddof=1)
 
@@ -92,6 +93,7 @@ def test_a_thin_line_keeps_extremes_order_and_wide_gaps(seed: int) -> None:
 def test_quantiles_stand_in_one_logarithmic_chart(tmp_path: Path) -> None:
     line = {"mismatch/ratio_p1": 0.1, "mismatch/ratio_p50": 1.0, "mismatch/ratio_p99": 3.0}
     run_folder(tmp_path, [line] * 3)
+
     chart = charts(metric_sections(arms(tmp_path)))["Ratio: median, and from the 1st to the 99th percentile"]
 
     assert [(series.name, series.y[0]) for series in chart.series] == [
@@ -107,6 +109,7 @@ def test_runs_that_differ_by_seed_and_threads_only_are_one_arm(tmp_path: Path) -
     for seed in (1, 2):
         run_folder(tmp_path / f"quickstart-none-seed{seed}", lines(1.0), f"seed={seed}", f"threads={seed}")
     run_folder(tmp_path / "quickstart-half-seed1", lines(1.0), "seed=1", "objective.correction.lam=0.5")
+
     half_arm, none_arm = arms(tmp_path)
 
     assert (half_arm.name, len(half_arm.runs)) == ("quickstart-half", 1)
@@ -139,6 +142,7 @@ def test_every_metric_of_a_real_run_is_drawn_or_listed_as_empty(trained: Path, w
     empty_names = {row[0] for table in tables for row in table.rows}
     all_lines = [line for arm in shown_arms for run in arm.runs for line in run.lines]
     names = {name for line in all_lines for name in line} - {"iteration", "time"}
+
     assert len(names) > 150
     for arm in shown_arms:
         for name in names:
@@ -223,6 +227,7 @@ def test_limits_are_kept_by_every_run_and_not_by_their_mean(tmp_path: Path) -> N
     for seed, acceptance in ((1, 0.9), (2, 0.3)):
         run_lines = [{"obrs/acceptance": acceptance, "obrs/z": 0.8, "obrs/kappa": 1.0}] * 4
         run_folder(tmp_path / f"x-seed{seed}", run_lines, f"seed={seed}")
+
     chart = charts(metric_sections(arms(tmp_path)))["obrs/acceptance"]
 
     assert chart.note.startswith("4 of 8 values are beyond the limit, at least 0.5: ")
@@ -319,6 +324,7 @@ def test_the_summary_says_what_became_of_each_run(tmp_path: Path) -> None:
         "seed=3",
         events=[{"event": "skipped_step", "gap": 8.61368178293742e-08}],
     )
+
     both_arms = arms(tmp_path)
     tables = {item.title: item for item in summary_section(both_arms, diagnoses(both_arms), ["x cannot be read"]).items}
     rows = {row[0]: row for row in tables["Runs"].rows}

@@ -121,6 +121,7 @@ def test_without_a_tokenizer_unseen_tokens_are_numbers(folder: Path) -> None:
     (folder / "checkpoints" / "last" / "policy" / "tokenizer.json").unlink()
     settings = (folder / "config.yaml").read_text().replace("starter:policy", "somebody/somewhere")
     (folder / "config.yaml").write_text(settings)
+
     tokens, _ = inspector_data(saved_runs(folder))
     words = unpacked(tokens.packs["words-0"])
 
@@ -181,6 +182,7 @@ def test_a_response_longer_than_all_the_room_is_there_once(tmp_path: Path) -> No
     for run in ("a", "b"):
         run_folder(tmp_path / run, [{"a/b": 1.0}])
         save_tokens(tmp_path / run, 1, [["x"] * 100] * 2)
+
     tokens, _ = inspector_data(saved_runs(tmp_path), max_tokens=60)
 
     assert response_counts(tokens) == {"a": {1: 1}}
@@ -196,6 +198,7 @@ def test_lengths_are_shown_as_they_are_mixed(tmp_path: Path) -> None:
     run_folder(tmp_path, [{"a/b": 1.0}])
     for iteration in (1, 2, 3):
         save_tokens(tmp_path, iteration, [["x"] * (40 if row % 2 else 2) for row in range(32)])
+
     tokens, _ = inspector_data(saved_runs(tmp_path), max_tokens=720)
     lengths_by_iteration = [
         unpacked(tokens.packs[entry["pack"]])["lengths"] for entry in tokens.index["runs"][0]["iterations"]

@@ -53,6 +53,7 @@ def test_runs_at_any_depth_are_found_but_none_inside_a_run(tmp_path: Path) -> No
     for name in ("top/checkpoints/copy", ".hidden/run", "compare-a/none-seed1/other"):
         run_folder(tmp_path / "runs" / name, LINES)
     (tmp_path / "runs" / "compare-a" / "circle").symlink_to(tmp_path / "runs")
+
     runs = read_runs(find_runs([tmp_path / "runs"])[0])
 
     assert [run.name for run in runs] == ["compare-a/none-seed1", "compare-b/deep/none-seed1", "top"]
@@ -73,9 +74,9 @@ def test_data_cannot_end_its_element_or_fill_a_place_of_the_page(tmp_path: Path)
     series = Series(name=hostile_text, x=[1.0], y=[2.0])
     chart = Chart(title=hostile_text, x_label=hostile_text, y_label=hostile_text, series=(series,))
     table = Table(title=hostile_text, columns=(hostile_text,), rows=((hostile_text,),))
-    write_page(
-        tmp_path / "page.html", hostile_text, [Section(title=hostile_text, intro=hostile_text, items=(chart, table))]
-    )
+    section = Section(title=hostile_text, intro=hostile_text, items=(chart, table))
+
+    write_page(tmp_path / "page.html", hostile_text, [section])
     page = (tmp_path / "page.html").read_text()
 
     assert "<script>alert" not in page

@@ -24,6 +24,7 @@ def test_layers_of_a_pair_stand_in_one_table_that_fits(pairs: int) -> None:
     ]
     equal_pair = SimpleNamespace(name="x", layers=[])
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+
     show_tables(console, [Section(title="", intro="", items=_layers([*results, equal_pair]))])
     text = console.file.getvalue()
 
