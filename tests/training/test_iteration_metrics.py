@@ -30,7 +30,8 @@ def test_standard_errors_are_of_the_first_epoch_alone() -> None:
     names = (*WITH_STANDARD_ERROR, "obrs/z")
     steps = [step_with_means(**dict.fromkeys(names, value)) for value in (1.0, 3.0, 10.0, 20.0)]  # two an epoch
     components = SimpleNamespace(config=SimpleNamespace(batch=SimpleNamespace(ppo_epochs=2)))
-    metrics = metric_values(training_sums([], steps, components, 1))
+
+    metrics = metric_values(training_sums([], steps, components, iteration=1))
 
     assert [metrics[name] for name in WITH_STANDARD_ERROR] == [2.0, 2.0]  # of 1 and 3, the first epoch
     assert metrics["obrs/z"] == 8.5  # of 1, 3, 10 and 20, both epochs

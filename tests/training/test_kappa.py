@@ -173,7 +173,8 @@ def weight_of(trace, batch, row, t, kappa):
 def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
     """By loops over tokens, from the weights of both kappas and from the gradient of the hidden states."""
     learner = learner_of("auto", tolerance=10.0, last_kappa=4.3)
-    hidden_states, forward_outputs = [], learner._forward.outputs
+    hidden_states = []  # of the policy in each micro-batch, with their gradients
+    forward_outputs = learner._forward.outputs
 
     def keep_gradients(*arguments, **options):
         outputs = forward_outputs(*arguments, **options)
@@ -206,7 +207,8 @@ def test_the_error_is_estimated_as_the_equation_says(monkeypatch):
 
     assert totals
     assert correction.settings["c1"] == 1.3
-    assert value(result, "obrs/kappa_error") == pytest.approx(3.0 * math.sqrt(squared_errors / squared_norms), rel=1e-4)
+    expected_error = 3.0 * math.sqrt(squared_errors / squared_norms)  # 3.0: the margin of `KappaRepair`
+    assert value(result, "obrs/kappa_error") == pytest.approx(expected_error, rel=1e-4)
 
 
 def test_weights_that_differ_by_rounding_alone_are_not_repaired():

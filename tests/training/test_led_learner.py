@@ -107,7 +107,7 @@ def test_a_rank_with_a_full_disk_costs_the_checkpoint_alone(tmp_path: Path) -> N
             disk.enter_context(largest_file(2000))  # bytes
         if attempt == 2:
             disk.close()
-        return learner_of(config, True)
+        return learner_of(config, is_sharded=True)
 
     def lead(ranks: Ranks) -> None:
         for attempt in (1, 2):
@@ -164,8 +164,8 @@ def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
         for index, item in enumerate(samples_of(tmp_path))
     ]
 
-    def build(part: bool) -> JointLearner:
-        learner = learner_of(config, part)
+    def build(is_sharded: bool) -> JointLearner:
+        learner = learner_of(config, is_sharded)
         with torch.no_grad():  # a new critic's values are all 0
             for weight in learner.critic.model.parameters():
                 local(weight).add_(0.05)
@@ -178,7 +178,7 @@ def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
     ended = two_ranks(tmp_path, lead, build)
     assert ended.codes == [0, 0], ended.printed
 
-    expected_advantages = [sample.advantages for sample in build(False).compute_advantages(scored)]
+    expected_advantages = [sample.advantages for sample in build(is_sharded=False).compute_advantages(scored)]
     assert len({round(float(advantages[-1]), 3) for advantages in expected_advantages}) > 3
     assert all(map(torch.equal, torch.load(tmp_path / "led.pt", weights_only=True), expected_advantages))
 

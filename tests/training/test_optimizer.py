@@ -122,17 +122,17 @@ def test_discarding_forgets_gradients():
 )
 def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule, shares):
     config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, schedule=schedule)
-    rates = [learning_rate(config, step, 8) for step in range(8)]
+    rates = [learning_rate(config, step, total_steps=8) for step in range(8)]
     assert rates == pytest.approx([2.0 * share for share in shares], rel=1e-12)
 
-    later_rates = learning_rate(config, 8, 8), learning_rate(config, 20, 8)
+    later_rates = tuple(learning_rate(config, step, total_steps=8) for step in (8, 20))
     last_rate = 2.0 if schedule == "constant" else 0.0
     assert later_rates == pytest.approx((last_rate, last_rate), abs=1e-12)
 
 
 def test_a_warm_up_as_long_as_the_run_ends_at_the_full_rate():
     config = OptimizerConfig(learning_rate=1.0, warmup_steps=3, schedule="linear")
-    assert [learning_rate(config, step, 3) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert [learning_rate(config, step, total_steps=3) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
 def test_each_step_is_taken_at_its_scheduled_rate():

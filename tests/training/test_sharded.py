@@ -93,10 +93,12 @@ def check(case: Case, folder: Path, home: Path) -> None:
     samples = samples_of(folder, [1] * case.one_token)
 
     def work(rank):
-        return train(learner_of(config, True), config, samples, case.budget, rank, RANKS, case.pads)
+        return train(learner_of(config, is_sharded=True), config, samples, case.budget, rank, RANKS, pads=case.pads)
 
     rank_results = on_ranks(work, home)
-    lone_result = train(learner_of(config, False), config, samples, case.budget, 0, 1, case.pads)
+    lone_result = train(
+        learner_of(config, is_sharded=False), config, samples, case.budget, rank=0, ranks=1, pads=case.pads
+    )
 
     assert lone_result["micro_batches"] == case.micro_batches
     assert len(lone_result["gradients"]) > 1
@@ -133,13 +135,13 @@ def test_two_ranks_take_the_steps_of_one_with(name, folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longer", ["policy", "rollout_model"])
-def test_two_ranks_cut_an_output_layer_as_one_does(longer, folder, tmp_path):
+@pytest.mark.parametrize("longer_role", ["policy", "rollout_model"])
+def test_two_ranks_cut_an_output_layer_as_one_does(longer_role, folder, tmp_path):
     """An untied one and a tied one."""
     shutil.copytree(folder, tmp_path / "models")
-    model = load_model(folder / longer, torch.float32)
+    model = load_model(folder / longer_role, torch.float32)
     model.resize_token_embeddings(model.config.vocab_size + 3)
-    model.save_pretrained(tmp_path / "models" / longer)
+    model.save_pretrained(tmp_path / "models" / longer_role)
 
     check(Case(), tmp_path / "models", tmp_path)
 
@@ -149,7 +151,7 @@ def test_what_rounds_otherwise_is_the_same_each_time(folder, tmp_path):
     case, config, samples = SLOW["four micro-batches"], config_of(folder, PREPASS), samples_of(folder)
 
     def work(rank):
-        return train(learner_of(config, True), config, samples, case.budget, rank, RANKS)
+        return train(learner_of(config, is_sharded=True), config, samples, case.budget, rank, RANKS)
 
     first_result, second_result = (on_ranks(work, tmp_path / name)[0] for name in ("first", "second"))
 
@@ -160,7 +162,7 @@ def test_what_rounds_otherwise_is_the_same_each_time(folder, tmp_path):
 def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
     """Score, change the weights, and compare scores, a saved folder and what is sent with those of one process."""
     config, samples = config_of(folder), samples_of(folder)
-    batches = plain_batches([item.rollout for item in samples], 60, 0)
+    batches = plain_batches([item.rollout for item in samples], budget=60, seed=0)
 
     def change(learner):
         with torch.no_grad():
@@ -169,7 +171,7 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
                     local(parameter).mul_(1.1)
 
     def work(rank):
-        learner = learner_of(config, True)
+        learner = learner_of(config, is_sharded=True)
         apart = [isinstance(model.get_input_embeddings(), FSDPModule) for model in learner.models.values()]
         assert apart == [True, False]  # the rollout model's embeddings belong to its head
 
@@ -183,7 +185,7 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
 
     rank_results = on_ranks(work, tmp_path)
 
-    learner = learner_of(config, False)
+    learner = learner_of(config, is_sharded=False)
     change(learner)
     expected_scores = learner.score("policy", batches, config.sampling)
     sent_counts = [int(rank_result.pop("sent")) for rank_result in rank_results]
@@ -214,14 +216,14 @@ def check_continued(overrides: tuple[str, ...], saved_by: int, ranks: tuple[int,
         return train(learner, config, samples, 80, rank, size, rollout_batches=count)
 
     def save_and_go_on(rank):
-        learner = learner_of(config, saved_by > 1)
+        learner = learner_of(config, is_sharded=saved_by > 1)
         take_steps(learner, rank, saved_by, count=1)
         files = save(learner, config, home / "saved")
         moments = moments_of(learner)
         return {"files": files, "moments": moments} | take_steps(learner, rank, saved_by, count=2)
 
     def load_and_go_on(rank, size):
-        learner = learner_of(config, size > 1, home / "saved")
+        learner = learner_of(config, is_sharded=size > 1, checkpoint=home / "saved")
         return {"moments": moments_of(learner)} | take_steps(learner, rank, size, count=2)
 
     first_results = on_ranks(save_and_go_on, home / "first", saved_by) if saved_by > 1 else [save_and_go_on(0)]
@@ -278,7 +280,7 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
         gather(rank_bytes, pieces, dst=dst)
 
     def work(rank):
-        learner, sent_weights = change(learner_of(config, True)), {}
+        learner, sent_weights = change(learner_of(config, is_sharded=True)), {}
         for role in ("policy", "rollout_model"):
             messages.clear()
             sent_weights[role] = dict(learner.weights(role, torch.bfloat16))
@@ -287,7 +289,7 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
 
     monkeypatch.setattr(gathered, "BUCKET", bucket)
     monkeypatch.setattr(dist, "gather", recorded)
-    lone_learner = change(learner_of(config, False))
+    lone_learner = change(learner_of(config, is_sharded=False))
     first_rank, second_rank = on_ranks(work, tmp_path)
 
     for role in ("policy", "rollout_model"):
@@ -328,7 +330,7 @@ def test_no_rank_holds_a_whole_model_while_it_loads_its_part(tmp_path):
     def work(rank):
         gathered.fully_shard = measured  # in this process
         first_memory = process_memory()
-        learner = learner_of(config, True)
+        learner = learner_of(config, is_sharded=True)
         growth = max(*peaks, process_memory()) - first_memory
         weights = {name: gathered.gather(model.named_parameters()) for name, model in learner._gathered.models.items()}
         digests = {name: weights_digest(tensors, torch.float32) for name, tensors in weights.items()}
@@ -343,7 +345,7 @@ def test_no_rank_holds_a_whole_model_while_it_loads_its_part(tmp_path):
 
 
 def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):
-    batches = plain_batches([item.rollout for item in samples_of(folder)], 60, 0)
+    batches = plain_batches([item.rollout for item in samples_of(folder)], budget=60, seed=0)
     assert len(batches) == 3
 
     dealt = deal(batches, 2)
@@ -369,4 +371,4 @@ def test_weights_that_sharding_would_untie_are_refused(folder, monkeypatch):
     models = load_models(config_of(folder), None, torch.device("cpu"))
 
     with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the rollout_model"):
-        gathered.shard(models, SimpleNamespace(device_type="cpu"), False)
+        gathered.shard(models, SimpleNamespace(device_type="cpu"), offload=False)

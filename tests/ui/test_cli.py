@@ -30,7 +30,7 @@ LIGHT_COMMANDS = (
 
 def test_an_unknown_benchmark_is_refused_before_a_plan_is_made() -> None:
     with pytest.raises(DataError, match="unknown benchmark 'gsm9k'; did you mean 'gsm8k'"):
-        train("quickstart", ["evaluation.benchmarks=[gsm9k]"], None, None, dry_run=True, gpus=None, tiny=False)
+        train("quickstart", ["evaluation.benchmarks=[gsm9k]"], arm=None, run=None, dry_run=True, gpus=None, tiny=False)
 
 
 def output_of(*arguments: str, cwd: Path) -> str:
