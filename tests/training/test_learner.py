@@ -85,18 +85,18 @@ def with_advantages(items, advantage):
 def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
     """The second step has moved weights, so the anchor, PPO's ratio and its clip are at work; K = V makes Z exact."""
     items = write(ROLLOUT_MODEL, group=2, temperature=temperature, seed=5)
-    fast = OptimizerConfig(learning_rate=2.0, eps=1.0, max_grad_norm=1e6)
+    optimizer_config = OptimizerConfig(learning_rate=2.0, eps=1.0, max_grad_norm=1e6)
     learner = make_learner(
         POLICY,
         ROLLOUT_MODEL,
         objective=policy_objective(**changes),
         rollout_objective=rollout_model_objective(aggregate=changes.get("aggregate", "token-mean")),
         temperature=temperature,
-        optimizer=fast,
+        optimizer=optimizer_config,
     )
     roles = {"policy": POLICY, "rollout_model": ROLLOUT_MODEL}
     old_models = {role: double(model) for role, model in roles.items()}
-    adamw = {role: ReferenceAdamW(fast) for role in roles}
+    adamw = {role: ReferenceAdamW(optimizer_config) for role in roles}
 
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=24))):
         assert len(step) > 2
@@ -112,6 +112,8 @@ def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
             assert value(result, f"{role}/grad_norm") == pytest.approx(expected_gradient.norm().item(), rel=1e-4)
             expected_weights = adamw[role].step(last_weights[role].double(), expected_gradient)
             assert_same_move(parameters(learner, role), expected_weights, last_weights[role])
+
+    # the clip is at work, unless the proximal policy is the current one
     assert 0.0 < value(result, "policy/clip_frac") < 1.0 or changes.get("proximal") == "new"
 
 
@@ -127,10 +129,8 @@ def test_a_budget_chooses_lam_so_that_z_is_the_budget(target, mask, monkeypatch)
     adamw, items = ReferenceAdamW(LINEAR), HALF
 
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=40))):
-        last_weights, current_models = (
-            parameters(learner, "policy"),
-            old_models | {"policy": double(learner.models["policy"])},
-        )
+        last_weights = parameters(learner, "policy")
+        current_models = old_models | {"policy": double(learner.models["policy"])}
         loss, _ = reference_losses(current_models, old_models, items, epoch=epoch, **budget_settings)
 
         result, _ = learner.update(step)
@@ -191,8 +191,8 @@ def test_kappa_is_the_one_of_the_whole_step():
         log_p = vocabulary_log_probs(double(POLICY), item.rollout, 1.0)
         log_q = vocabulary_log_probs(double(ROLLOUT_MODEL), item.rollout, 1.0)
         log_inf = item.rollout.rollout_log_probs.double()
-        chosen = log_p.gather(-1, item.rollout.token_ids[:, None])[:, 0]
-        accepted = (chosen - log_inf).exp().div(OBRS["lam"]).clamp(max=1.0).sum().item()
+        chosen_log_probs = log_p.gather(-1, item.rollout.token_ids[:, None])[:, 0]
+        accepted = (chosen_log_probs - log_inf).exp().div(OBRS["lam"]).clamp(max=1.0).sum().item()
         z = torch.minimum(log_q.exp(), log_p.exp() / OBRS["lam"]).gather(-1, item.rollout.top_ids).sum().item()
         total_accepted += accepted
         total_z += z
@@ -252,6 +252,7 @@ def test_old_log_probs_are_those_before_the_first_update(epochs):
             trained_uids.append(uid)
 
     assert sorted(trained_uids) == sorted([*first_log_probs] * epochs)
+
     # the policy itself has moved on by the last step
     assert any(
         (trace["log_probs"].double() - first_log_probs[uid]).abs().max() > 1e-2 for uid, trace in result.traces.items()
@@ -291,8 +292,10 @@ def test_the_exact_normalizer_serves_all_steps_on_a_batch(changes):
 def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(normalizer="exact"))
     one_step(learner, WRITTEN)
+
     with pytest.raises(ValueError, match="were not sampled from the weights"):
         one_step(learner, WRITTEN)
+
     one_step(learner, write(learner.models["rollout_model"], version=learner.version))
 
 

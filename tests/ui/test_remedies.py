@@ -389,9 +389,9 @@ def test_without_a_kernel_the_eager_head_reads() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed("ray"), reason="ray is not installed")
 def test_fewer_ranks_or_engines_have_room() -> None:
-    placement = [ON_RAY, "placement.timeout=9", "placement.engines=1"]
-    small_config = resolve("quickstart", None, [*placement, "placement.ranks=1"])
-    large_config = resolve("quickstart", None, [*placement, "placement.ranks=2"])
+    overrides = [ON_RAY, "placement.timeout=9", "placement.engines=1"]
+    small_config = resolve("quickstart", None, [*overrides, "placement.ranks=1"])
+    large_config = resolve("quickstart", None, [*overrides, "placement.ranks=2"])
 
     with mock.patch.dict(os.environ), _cluster(small_config) as ray:
         with pytest.raises(ConfigError, match="Ray has no room for 2 ranks and 1 engines") as error:
