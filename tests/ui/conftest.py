@@ -75,16 +75,16 @@ def trained(finished_run: FinishedRuns, tmp_path_factory: pytest.TempPathFactory
     """A folder with two arms that have trained, one of them with two seeds, of which the second is made up."""
     folder = tmp_path_factory.mktemp("runs")
     finished_run.copy(folder / "none-seed0", "iterations=2", arm="none")
-    first = finished_run.copy(folder / "obrs-seed0")
+    first_run = finished_run.copy(folder / "obrs-seed0")
 
-    second = shutil.copytree(first, folder / "obrs-seed1", symlinks=True)
-    settings = (first / "config.yaml").read_text()
-    (second / "config.yaml").write_text(re.sub(r"^seed: 0$", "seed: 1", settings, flags=re.MULTILINE))
+    second_run = shutil.copytree(first_run, folder / "obrs-seed1", symlinks=True)
+    settings = (first_run / "config.yaml").read_text()
+    (second_run / "config.yaml").write_text(re.sub(r"^seed: 0$", "seed: 1", settings, flags=re.MULTILINE))
     other_lines = [
         {name: value * 0.75 if isinstance(value, float) else value for name, value in line.items()}
-        for line in read_lines(first)
+        for line in read_lines(first_run)
     ]
-    write_lines(second, other_lines)
+    write_lines(second_run, other_lines)
     return folder
 
 
