@@ -44,16 +44,19 @@ from jackpot.training.old_policy import MicroBatch
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 WRITTEN = write(ROLLOUT_MODEL)
+HALF = WRITTEN[::2]  # every second item
 LONGEST = max(len(item.rollout.prompt.token_ids) + len(item.rollout.token_ids) for item in WRITTEN)  # one a micro-batch
 ADAM = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule="cosine")
 few = settings(max_examples=3, deadline=None, derandomize=True, database=None)
 
 
 def one_step(learner, items, **batching):
+    """The result of one optimizer step on these items."""
     return train(learner, batches(items, **batching))[0]
 
 
 def why(result):
+    """Why each model that took no step took none."""
     return {event["model"]: event["why"] for event in result.events if event["event"] == "skipped_step"}
 
 
@@ -82,58 +85,68 @@ def with_advantages(items, advantage):
 def test_two_steps_are_those_of_the_float64_reference(changes, temperature):
     """The second step has moved weights, so the anchor, PPO's ratio and its clip are at work; K = V makes Z exact."""
     items = write(ROLLOUT_MODEL, group=2, temperature=temperature, seed=5)
-    fast = OptimizerConfig(learning_rate=2.0, eps=1.0, max_grad_norm=1e6)
+    optimizer_config = OptimizerConfig(learning_rate=2.0, eps=1.0, max_grad_norm=1e6)
     learner = make_learner(
         POLICY,
         ROLLOUT_MODEL,
         objective=policy_objective(**changes),
         rollout_objective=rollout_model_objective(aggregate=changes.get("aggregate", "token-mean")),
         temperature=temperature,
-        optimizer=fast,
+        optimizer=optimizer_config,
     )
     roles = {"policy": POLICY, "rollout_model": ROLLOUT_MODEL}
-    old = {role: double(model) for role, model in roles.items()}
-    adamw = {role: ReferenceAdamW(fast) for role in roles}
+    old_models = {role: double(model) for role, model in roles.items()}
+    adamw = {role: ReferenceAdamW(optimizer_config) for role in roles}
+
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=24))):
         assert len(step) > 2
-        start = {role: parameters(learner, role) for role in roles}
-        now = {role: double(learner.models[role]) for role in roles}
-        losses = reference_losses(now, old, items, epoch=epoch, temperature=temperature, **changes)
+        last_weights = {role: parameters(learner, role) for role in roles}
+        current_models = {role: double(learner.models[role]) for role in roles}
+        losses = reference_losses(current_models, old_models, items, epoch=epoch, temperature=temperature, **changes)
+
         result, _ = learner.update(step)
+
         for role, loss in zip(roles, losses, strict=True):
             assert value(result, f"{role}/loss") == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-            slope = gradient(loss, now[role])
-            assert value(result, f"{role}/grad_norm") == pytest.approx(slope.norm().item(), rel=1e-4)
-            wanted = adamw[role].step(start[role].double(), slope)
-            assert_same_move(parameters(learner, role), wanted, start[role])
+            expected_gradient = gradient(loss, current_models[role])
+            assert value(result, f"{role}/grad_norm") == pytest.approx(expected_gradient.norm().item(), rel=1e-4)
+            expected_weights = adamw[role].step(last_weights[role].double(), expected_gradient)
+            assert_same_move(parameters(learner, role), expected_weights, last_weights[role])
+
+    # the clip is at work, unless the proximal policy is the current one
     assert 0.0 < value(result, "policy/clip_frac") < 1.0 or changes.get("proximal") == "new"
 
 
 @pytest.mark.parametrize(("target", "mask"), [("old", "sampled"), ("new", "expected")])
 def test_a_budget_chooses_lam_so_that_z_is_the_budget(target, mask, monkeypatch):
     """Two optimizer steps on a batch, the second on what is stored of the old policy; few positions at a time."""
-    monkeypatch.setattr(linear_head, "_SORTED_AT_ONCE", 7 * VOCAB)
-    budget = dict(budget=0.8, target=target, mask=mask)
-    objective = policy_objective(**budget, lam=1.0, normalizer="exact")
+    monkeypatch.setattr(linear_head, "_SORTED_AT_ONCE", 7 * VOCAB)  # the logits of 7 positions
+    budget_settings = dict(budget=0.8, target=target, mask=mask)
+    objective = policy_objective(**budget_settings, lam=1.0, normalizer="exact")
     models = (POLICY, ROLLOUT_MODEL)
     learner = make_learner(*models, objective=objective, is_frozen=True)
-    old = {role: double(model) for role, model in zip(("policy", "rollout_model"), models, strict=True)}
-    adamw, items = ReferenceAdamW(LINEAR), WRITTEN[::2]
+    old_models = {role: double(model) for role, model in zip(("policy", "rollout_model"), models, strict=True)}
+    adamw, items = ReferenceAdamW(LINEAR), HALF
+
     for epoch, step in enumerate(learner.compute_old_log_probs(batches(items, epochs=2, budget=40))):
-        start, now = parameters(learner, "policy"), old | {"policy": double(learner.models["policy"])}
-        loss, _ = reference_losses(now, old, items, epoch=epoch, **budget)
+        last_weights = parameters(learner, "policy")
+        current_models = old_models | {"policy": double(learner.models["policy"])}
+        loss, _ = reference_losses(current_models, old_models, items, epoch=epoch, **budget_settings)
+
         result, _ = learner.update(step)
+
         assert value(result, "obrs/z") == pytest.approx(0.8, abs=1e-6)
         assert result.metrics["obrs/lam"].variance.sqrt() > 0.05
         assert value(result, "policy/loss") == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-        wanted = adamw.step(start.double(), gradient(loss, now["policy"]))
-        assert_same_move(parameters(learner, "policy"), wanted, start)
+        expected_weights = adamw.step(last_weights.double(), gradient(loss, current_models["policy"]))
+        assert_same_move(parameters(learner, "policy"), expected_weights, last_weights)
 
 
 def test_a_budget_rejects_evenly_what_the_policy_generated():
     learner = make_learner(POLICY, None, objective=policy_objective(budget=0.8, lam=1.0, normalizer="exact"))
     result = one_step(learner, write(POLICY))
-    assert value(result, "obrs/lam") == pytest.approx(1.25, rel=1e-5)
+
+    assert value(result, "obrs/lam") == pytest.approx(1.25, rel=1e-5)  # 1 / 0.8
     assert value(result, "obrs/acceptance") == pytest.approx(0.8, rel=1e-5)
 
 
@@ -149,17 +162,21 @@ def test_a_budget_rejects_evenly_what_the_policy_generated():
 def test_a_step_in_micro_batches_is_the_step_on_the_whole_batch(aggregate, count, mask, target, budget):
     """Loss, kappa, denominators and gradients of both models, whatever the micro-batches, anchored or not."""
     objective = policy_objective(aggregate=aggregate, count=count, mask=mask, target=target)
-    whole, parts = (make_learner(POLICY, ROLLOUT_MODEL, objective=objective) for _ in range(2))
+    whole_learner, parts_learner = (make_learner(POLICY, ROLLOUT_MODEL, objective=objective) for _ in range(2))
     steps = batches(WRITTEN, epochs=2, budget=budget)
+
     assert len(steps[0]) > 2
-    for one, other in zip(train(parts, steps), train(whole, batches(WRITTEN, epochs=2)), strict=True):
+    parts_results, whole_results = train(parts_learner, steps), train(whole_learner, batches(WRITTEN, epochs=2))
+    for parts_result, whole_result in zip(parts_results, whole_results, strict=True):
         for name in ("policy/loss", "rollout_model/loss", "obrs/kappa", "policy/grad_norm", "obrs/acceptance"):
-            assert value(one, name) == pytest.approx(value(other, name), rel=1e-4, abs=1e-6), name
+            assert value(parts_result, name) == pytest.approx(value(whole_result, name), rel=1e-4, abs=1e-6), name
         for role in ("policy", "rollout_model"):
-            assert one.metrics[f"{role}/loss"].count == pytest.approx(other.metrics[f"{role}/loss"].count)
-        assert one.traces.keys() == other.traces.keys()
+            loss, whole_loss = parts_result.metrics[f"{role}/loss"], whole_result.metrics[f"{role}/loss"]
+            assert loss.count == pytest.approx(whole_loss.count)
+        assert parts_result.traces.keys() == whole_result.traces.keys()
+
     for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
-        assert_same_move(parameters(parts, role), parameters(whole, role), flat(model))
+        assert_same_move(parameters(parts_learner, role), parameters(whole_learner, role), flat(model))
 
 
 def test_kappa_is_the_one_of_the_whole_step():
@@ -167,17 +184,23 @@ def test_kappa_is_the_one_of_the_whole_step():
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
     learner = make_learner(POLICY, ROLLOUT_MODEL, exact_engines=())
     result = one_step(learner, items, budget=30)
-    a, z, own = 0.0, 0.0, []
+
+    total_accepted, total_z = 0.0, 0.0
+    item_kappas = []
     for item in items:
-        rows = double(POLICY), double(ROLLOUT_MODEL)
-        log_p, log_q = (vocabulary_log_probs(model, item.rollout, 1.0) for model in rows)
+        log_p = vocabulary_log_probs(double(POLICY), item.rollout, 1.0)
+        log_q = vocabulary_log_probs(double(ROLLOUT_MODEL), item.rollout, 1.0)
         log_inf = item.rollout.rollout_log_probs.double()
-        chosen = log_p.gather(-1, item.rollout.token_ids[:, None])[:, 0]
-        accepted = (chosen - log_inf).exp().div(OBRS["lam"]).clamp(max=1.0).sum().item()
-        kept = torch.minimum(log_q.exp(), log_p.exp() / OBRS["lam"]).gather(-1, item.rollout.top_ids).sum().item()
-        a, z, own = a + accepted, z + kept, [*own, accepted / kept]
-    assert max(own) > 1.1 * min(own) and a / z > 1.1
-    assert value(result, "obrs/kappa") == pytest.approx(a / z, rel=1e-4)
+        chosen_log_probs = log_p.gather(-1, item.rollout.token_ids[:, None])[:, 0]
+        accepted = (chosen_log_probs - log_inf).exp().div(OBRS["lam"]).clamp(max=1.0).sum().item()
+        z = torch.minimum(log_q.exp(), log_p.exp() / OBRS["lam"]).gather(-1, item.rollout.top_ids).sum().item()
+        total_accepted += accepted
+        total_z += z
+        item_kappas.append(accepted / z)
+
+    assert max(item_kappas) > 1.1 * min(item_kappas)
+    assert total_accepted / total_z > 1.1
+    assert value(result, "obrs/kappa") == pytest.approx(total_accepted / total_z, rel=1e-4)
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto", "none"])
@@ -187,18 +210,23 @@ def test_a_prepass_is_taken_only_where_kappa_needs_it(kappa, monkeypatch):
     scores = learner._forward.scores
     monkeypatch.setattr(learner._forward, "scores", lambda *args: forwards.append(1) or scores(*args))
 
-    def count(steps):
+    def cost_of_update(micro_batches):
+        """Forward passes, whether a prepass took time, and whether kappa was repaired."""
         forwards.clear()
-        result, _ = learner.update(steps)
+        result, _ = learner.update(micro_batches)
         return len(forwards), 0.0 < value(result, "seconds/prepass") < 60.0, "obrs/kappa_error" in result.metrics
 
-    whole, parts = batches(WRITTEN)[0], batches(WRITTEN, budget=40)[0]
-    needs, repairs = kappa == "prepass", kappa == "auto"
-    assert count([MicroBatch(tokens=batch, old=None) for batch in whole]) == (1, False, False)
-    unanchored = [MicroBatch(tokens=batch, old=None) for batch in parts]
-    assert count(unanchored) == (len(parts) * (1 + needs), needs, repairs)
-    anchored = learner.compute_old_log_probs([parts, parts])[1]
-    assert count(anchored) == (len(parts), kappa != "none", False)  # target old: the old log-probs hold the totals
+    whole_batches, part_batches = batches(WRITTEN)[0], batches(WRITTEN, budget=40)[0]
+    needs_prepass, repairs_kappa = kappa == "prepass", kappa == "auto"
+
+    assert cost_of_update([MicroBatch(tokens=batch, old=None) for batch in whole_batches]) == (1, False, False)
+
+    unanchored_step = [MicroBatch(tokens=batch, old=None) for batch in part_batches]
+    assert cost_of_update(unanchored_step) == (len(part_batches) * (1 + needs_prepass), needs_prepass, repairs_kappa)
+
+    anchored_step = learner.compute_old_log_probs([part_batches, part_batches])[1]
+    reads_totals = kappa != "none"  # target old: the old log-probs hold them
+    assert cost_of_update(anchored_step) == (len(part_batches), reads_totals, False)
 
 
 # Old log-probs
@@ -208,24 +236,36 @@ def test_a_prepass_is_taken_only_where_kappa_needs_it(kappa, monkeypatch):
 def test_old_log_probs_are_those_before_the_first_update(epochs):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     steps = learner.compute_old_log_probs(batches(WRITTEN, mini_batch_size=4, epochs=epochs, budget=60))
+
     assert len(steps) == 3 * epochs
-    start = double(POLICY)
-    before = {item.rollout.uid: sampled_log_probs(start, item.rollout, 1.0).detach() for item in WRITTEN}
-    seen = []
+
+    first_policy = double(POLICY)
+    first_log_probs = {
+        item.rollout.uid: sampled_log_probs(first_policy, item.rollout, 1.0).detach() for item in WRITTEN
+    }
+    trained_uids = []
+
     for step in steps:
         result, _ = learner.update(step)
         for uid, trace in result.traces.items():
-            torch.testing.assert_close(trace["old_log_probs"].double(), before[uid], rtol=0, atol=1e-5)
-            seen.append(uid)
-    assert sorted(seen) == sorted([*before] * epochs)
+            torch.testing.assert_close(trace["old_log_probs"].double(), first_log_probs[uid], rtol=0, atol=1e-5)
+            trained_uids.append(uid)
+
+    assert sorted(trained_uids) == sorted([*first_log_probs] * epochs)
+
     # the policy itself has moved on by the last step
-    assert any((trace["log_probs"].double() - before[uid]).abs().max() > 1e-2 for uid, trace in result.traces.items())
+    assert any(
+        (trace["log_probs"].double() - first_log_probs[uid]).abs().max() > 1e-2 for uid, trace in result.traces.items()
+    )
 
 
 def test_a_single_step_costs_no_extra_forward_pass(monkeypatch):
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     monkeypatch.setattr(learner._forward, "outputs", lambda *args: pytest.fail("a forward pass"))
-    assert all(micro.old is None for micro in learner.compute_old_log_probs(batches(WRITTEN, budget=40))[0])
+
+    [step] = learner.compute_old_log_probs(batches(WRITTEN, budget=40))
+
+    assert all(micro.old is None for micro in step)
 
 
 @pytest.mark.parametrize("changes", [{}, {"epochs": 2}])
@@ -235,12 +275,14 @@ def test_the_exact_normalizer_serves_all_steps_on_a_batch(changes):
     exact = policy_objective(normalizer="exact")
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=exact)
     steps = batches(items, mini_batch_size=len(items) // 2, **changes)
+
     results = train(learner, steps)
+
     assert learner.version == Version(len(steps), len(steps))
-    old, writer = double(POLICY), double(ROLLOUT_MODEL)
+
+    old_policy, writer = double(POLICY), double(ROLLOUT_MODEL)
     for item in items:
-        pair = (vocabulary_log_probs(model, item.rollout, 1.0).exp() for model in (old, writer))
-        p, q = pair
+        p, q = (vocabulary_log_probs(model, item.rollout, 1.0).exp() for model in (old_policy, writer))
         z = torch.minimum(q, p / OBRS["lam"]).sum(-1).float()
         for result in results:
             if item.rollout.uid in result.traces:
@@ -250,19 +292,25 @@ def test_the_exact_normalizer_serves_all_steps_on_a_batch(changes):
 def test_the_exact_normaliser_refuses_a_batch_of_older_weights():
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=policy_objective(normalizer="exact"))
     one_step(learner, WRITTEN)
+
     with pytest.raises(ValueError, match="were not sampled from the weights"):
         one_step(learner, WRITTEN)
+
     one_step(learner, write(learner.models["rollout_model"], version=learner.version))
 
 
 @pytest.mark.parametrize(("version", "exact_engines"), [(Version(0, 0), ()), (Version(0, 1), ("rollout_model",))])
 def test_fill_ins_need_the_writing_weights_in_training(version, exact_engines):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2, version=version)
-    blind = one_step(make_learner(POLICY, ROLLOUT_MODEL, exact_engines=exact_engines), items)
-    assert value(blind, "obrs/z_bound_width") > 0.01 and value(blind, "obrs/union") == 0.0
-    fresh = one_step(make_learner(POLICY, ROLLOUT_MODEL), write(ROLLOUT_MODEL, num_top_log_probs=2))
-    assert value(fresh, "obrs/z_bound_width") < 1e-5 and value(fresh, "obrs/union") == 1.0
-    assert value(fresh, "obrs/z") > value(blind, "obrs/z") + 0.01
+    result_without_fill_ins = one_step(make_learner(POLICY, ROLLOUT_MODEL, exact_engines=exact_engines), items)
+
+    assert value(result_without_fill_ins, "obrs/z_bound_width") > 0.01
+    assert value(result_without_fill_ins, "obrs/union") == 0.0
+
+    result_with_fill_ins = one_step(make_learner(POLICY, ROLLOUT_MODEL), write(ROLLOUT_MODEL, num_top_log_probs=2))
+    assert value(result_with_fill_ins, "obrs/z_bound_width") < 1e-5
+    assert value(result_with_fill_ins, "obrs/union") == 1.0
+    assert value(result_with_fill_ins, "obrs/z") > value(result_without_fill_ins, "obrs/z") + 0.01
 
 
 # The policy as its own rollout model
@@ -277,9 +325,11 @@ def test_on_policy_obrs_is_plain_grpo(lam, is_separate):
         make_learner(POLICY, POLICY if is_separate else None, objective=objective)
         for objective in (policy_objective(lam=lam, normalizer="exact"), policy_objective("none"))
     ]
-    obrs, plain = (one_step(learner, items, budget=60) for learner in learners)
-    assert value(obrs, "correction/accepted") == 1.0
-    for result in (obrs, plain):
+
+    obrs_result, plain_result = (one_step(learner, items, budget=60) for learner in learners)
+
+    assert value(obrs_result, "correction/accepted") == 1.0
+    for result in (obrs_result, plain_result):
         assert value(result, "correction/weight") == pytest.approx(1.0, abs=1e-5)
     assert_same_move(*(parameters(learner, "policy") for learner in learners), flat(POLICY))
 
@@ -287,12 +337,15 @@ def test_on_policy_obrs_is_plain_grpo(lam, is_separate):
 def test_without_correction_the_step_is_grpo_by_hand():
     items = write(POLICY)
     learner = make_learner(POLICY, None, objective=policy_objective("none"))
+
     one_step(learner, items, budget=40)
+
     model = double(POLICY)
     total = sum(-(item.advantages * sampled_log_probs(model, item.rollout, 1.0)).sum() for item in items)
     loss = total / sum(len(item.rollout.token_ids) for item in items)
-    wanted = ReferenceAdamW(LINEAR).step(flat(POLICY).double(), gradient(loss, model))
-    assert_same_move(parameters(learner, "policy"), wanted, flat(POLICY))
+    expected_weights = ReferenceAdamW(LINEAR).step(flat(POLICY).double(), gradient(loss, model))
+
+    assert_same_move(parameters(learner, "policy"), expected_weights, flat(POLICY))
     assert learner.version == Version(1, 1)
     assert torch.equal(parameters(learner, "rollout_model"), parameters(learner, "policy"))
 
@@ -303,56 +356,74 @@ def test_without_correction_the_step_is_grpo_by_hand():
 def test_equal_rewards_skip_the_policy_alone():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     result = one_step(learner, with_advantages(WRITTEN, 0.0), budget=60)
+
     assert why(result) == {"policy": "all groups have equal rewards"}
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
     assert not torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
     assert learner.version == Version(0, 1)
-    assert value(result, "policy/skipped_steps") == 1.0 and value(result, "rollout_model/skipped_steps") == 0.0
+    assert value(result, "policy/skipped_steps") == 1.0
+    assert value(result, "rollout_model/skipped_steps") == 0.0
     assert result.metrics["policy/loss"].count == sum(len(item.rollout.token_ids) for item in WRITTEN)
 
 
-def test_oapl_pulls_to_the_sampler_where_rewards_are_equal():
-    """Its advantage is 0 there, and beta log of the ratio to the sampler is not; beta of the settings reaches both."""
-    none = {"name": "none", "proximal": "rollout"}
-    config = ObjectiveConfig(surrogate="oapl", advantage="oapl", oapl_beta=0.5, correction=none)
-    learner = make_learner(
-        POLICY, ROLLOUT_MODEL, objective=objectives.policy_objective(config), advantage="oapl", beta=0.5
+def oapl_learner(beta):
+    no_correction = {"name": "none", "proximal": "rollout"}
+    config = ObjectiveConfig(surrogate="oapl", advantage="oapl", oapl_beta=beta, correction=no_correction)
+    return make_learner(
+        POLICY, ROLLOUT_MODEL, objective=objectives.policy_objective(config), advantage="oapl", beta=beta
     )
-    equal = [replace(item, score=Score(reward=1.0)) for item in WRITTEN]
-    result = one_step(learner, learner.compute_advantages(equal), budget=60)
-    assert why(result) == {}
 
-    policy, total, count = double(POLICY), 0.0, 0
+
+def test_oapl_pulls_to_the_sampler_where_rewards_are_equal():
+    """Its advantage is 0 there, and beta log of the ratio to the sampler is not."""
+    learner = oapl_learner(beta=0.5)
+    equal_rewards = [replace(item, score=Score(reward=1.0)) for item in WRITTEN]
+
+    result = one_step(learner, learner.compute_advantages(equal_rewards), budget=60)
+
+    policy, total, tokens = double(POLICY), 0.0, 0
     for item in WRITTEN:
         mask = item.rollout.sampled_mask
-        ratio = (sampled_log_probs(policy, item.rollout, 1.0) - item.rollout.rollout_log_probs)[mask].sum().item()
-        total, count = total + (0.5 * ratio) ** 2 / (2.0 * 0.5), count + int(mask.sum())
-    assert value(result, "policy/loss") == pytest.approx(total / count, rel=1e-4)
+        log_ratio = (sampled_log_probs(policy, item.rollout, 1.0) - item.rollout.rollout_log_probs)[mask].sum().item()
+        total += (0.5 * log_ratio) ** 2 / (2.0 * 0.5)  # (beta log ratio)^2 / (2 beta)
+        tokens += int(mask.sum())
+    assert why(result) == {}
+    assert value(result, "policy/loss") == pytest.approx(total / tokens, rel=1e-4)
 
-    rewards = [replace(item, score=Score(reward=float(number % 2))) for number, item in enumerate(WRITTEN)]
-    found = learner.compute_advantages(rewards)
-    own = [item.score.reward for item in rewards if item.rollout.prompt.uid == WRITTEN[0].rollout.prompt.uid]
-    best_value = 0.5 * math.log(sum(math.exp(one / 0.5) for one in own) / len(own))
-    assert found[0].advantages[0].item() == pytest.approx(own[0] - best_value, rel=1e-6)
+
+def test_oapl_advantages_are_rewards_less_the_best_value():
+    """The best value of a group is beta log of its mean of exp(reward / beta), with the beta of the settings."""
+    learner = oapl_learner(beta=0.5)
+    mixed_rewards = [replace(item, score=Score(reward=float(index % 2))) for index, item in enumerate(WRITTEN)]
+
+    samples = learner.compute_advantages(mixed_rewards)
+
+    first_prompt = WRITTEN[0].rollout.prompt.uid
+    group_rewards = [item.score.reward for item in mixed_rewards if item.rollout.prompt.uid == first_prompt]
+    best_value = 0.5 * math.log(sum(math.exp(reward / 0.5) for reward in group_rewards) / len(group_rewards))
+    assert samples[0].advantages[0].item() == pytest.approx(group_rewards[0] - best_value, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["response", "token"])
 def test_the_rate_is_scaled_by_the_root_of_the_ess(name):
     """Of the whole step, in several micro-batches: by the ratios of responses, or by what TIS makes of tokens."""
     objective = policy_objective("tis", cap=1.2)
+
     moves, rates = [], []
     for scaling in (None, name):
         learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, ess_scaling=scaling)
         result = one_step(learner, WRITTEN, budget=40)
         moves.append((parameters(learner, "policy") - flat(POLICY)).double())
         rates.append(value(result, "policy/learning_rate"))
-    policy, sums = double(POLICY), []
+
+    policy, ess_weights = double(POLICY), []
     for item in WRITTEN:
         mask = item.rollout.sampled_mask
         log_ratio = (sampled_log_probs(policy, item.rollout, 1.0) - item.rollout.rollout_log_probs)[mask]
-        sums += [log_ratio.sum().exp()] if name == "response" else log_ratio.exp().clamp(max=1.2).unbind()
-    weights = torch.stack(sums)
+        ess_weights += [log_ratio.sum().exp()] if name == "response" else log_ratio.exp().clamp(max=1.2).unbind()
+    weights = torch.stack(ess_weights)
     scale = (weights.sum().square() / weights.square().sum() / len(weights)).sqrt().item()
+
     assert scale < 0.97
     assert value(result, "policy/ess_scale") == pytest.approx(scale, rel=1e-5)
     assert rates[1] == pytest.approx(scale * rates[0], rel=1e-5)
@@ -364,29 +435,36 @@ def test_a_regularizer_alone_takes_no_step_where_all_is_rejected():
     objective = replace(policy_objective("geo_mask", low=2.0, high=3.0), entropy_coeff=0.01)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, ess_scaling="token")
     result = one_step(learner, WRITTEN)
-    assert value(result, "correction/accepted") == 0.0 < value(result, "policy/grad_norm")
-    assert value(result, "policy/ess_scale") == value(result, "policy/learning_rate") == 0.0
+
+    assert value(result, "correction/accepted") == 0.0
+    assert value(result, "policy/grad_norm") > 0.0
+    assert value(result, "policy/ess_scale") == 0.0
+    assert value(result, "policy/learning_rate") == 0.0
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
 
 
 def test_a_skipped_step_leaves_momentum_and_schedule_alone():
-    skipping, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM, is_frozen=True) for _ in range(2))
-    for learner in (skipping, straight):
+    skipping_learner, straight_learner = (
+        make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM, is_frozen=True) for _ in range(2)
+    )
+    for learner in (skipping_learner, straight_learner):
         one_step(learner, WRITTEN)
-        if learner is skipping:
+        if learner is skipping_learner:
             one_step(learner, with_advantages(WRITTEN, 0.0))
         one_step(learner, WRITTEN)
-    assert torch.equal(parameters(skipping, "policy"), parameters(straight, "policy"))
+
+    assert torch.equal(parameters(skipping_learner, "policy"), parameters(straight_learner, "policy"))
 
 
 def test_a_model_that_nothing_pulls_has_no_momentum():
     objective = rollout_model_objective(distill_weight=0.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=objective, optimizer=ADAM)
     one_step(learner, WRITTEN)
-    before = parameters(learner, "rollout_model")
+    first_weights = parameters(learner, "rollout_model")
     result = one_step(learner, with_advantages(WRITTEN, 0.0))
+
     assert why(result)["rollout_model"] == "the gradient is zero"
-    assert torch.equal(parameters(learner, "rollout_model"), before)
+    assert torch.equal(parameters(learner, "rollout_model"), first_weights)
 
 
 @pytest.mark.parametrize("count", ["proposed", "accepted"])
@@ -395,68 +473,79 @@ def test_a_step_whose_tokens_are_all_rejected_is_skipped(count, aggregate):
     objective = policy_objective(lam=1e9, count=count, aggregate=aggregate)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
     result = one_step(learner, WRITTEN, budget=60)
+
     assert why(result) == {"policy": "all tokens with an advantage were rejected"}
-    assert result.metrics["policy/loss"].total == 0.0 and value(result, "policy/grad_norm") == 0.0
+    assert result.metrics["policy/loss"].total == 0.0
+    assert value(result, "policy/grad_norm") == 0.0
     assert value(result, "correction/accepted") == 0.0
     assert learner.version == Version(0, 1)
 
 
 def test_rejected_advantages_alone_are_nothing_to_learn():
     """A kept token of advantage 0 gives no gradient; momentum alone must not move the policy."""
-    kept = with_advantages(WRITTEN[:6], 0.0)
-    rejected = [
+    kept_items = with_advantages(WRITTEN[:6], 0.0)
+    rejected_items = [
         replace(item, rollout=replace(item.rollout, rollout_log_probs=torch.full((len(item.rollout.token_ids),), 60.0)))
         for item in WRITTEN[6:]
     ]
-    result = one_step(make_learner(POLICY, ROLLOUT_MODEL), [*kept, *rejected])
+
+    result = one_step(make_learner(POLICY, ROLLOUT_MODEL), [*kept_items, *rejected_items])
+
     assert value(result, "correction/accepted") > 0.1
     assert why(result)["policy"] == "all tokens with an advantage were rejected"
 
 
 def test_empty_and_one_token_responses_are_trained_on():
-    short = [cut(item, length) for item, length in zip(WRITTEN, [0, 1, 0, 1, 2, 1], strict=False)]
-    items = [*short, *WRITTEN[6:]]
-    whole, parts, without = (make_learner(POLICY, ROLLOUT_MODEL) for _ in range(3))
-    one_step(whole, items)
-    one_step(parts, items, budget=16)
-    one_step(without, [item for item in items if len(item.rollout.token_ids)])
+    short_items = [cut(item, length) for item, length in zip(WRITTEN, [0, 1, 0, 1, 2, 1], strict=False)]
+    items = [*short_items, *WRITTEN[6:]]
+
+    whole_learner, parts_learner, learner_without_empty = (make_learner(POLICY, ROLLOUT_MODEL) for _ in range(3))
+    one_step(whole_learner, items)
+    one_step(parts_learner, items, budget=16)
+    one_step(learner_without_empty, [item for item in items if len(item.rollout.token_ids)])
+
     for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
-        for learner in (parts, without):
-            assert_same_move(parameters(learner, role), parameters(whole, role), flat(model))
+        for learner in (parts_learner, learner_without_empty):
+            assert_same_move(parameters(learner, role), parameters(whole_learner, role), flat(model))
 
 
 def test_a_step_without_any_token_moves_nothing_and_says_so():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     result = one_step(learner, [cut(item, 0) for item in WRITTEN[:3]])
+
     assert why(result) == {"policy": "no token", "rollout_model": "no token"}
     assert learner.version == Version(0, 0)
     assert [len(trace["z"]) for trace in result.traces.values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_gradient_skips_both_models(bad):
-    hurt, straight = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM) for _ in range(2))
-    spoiled = [*with_advantages(WRITTEN[:1], bad), *WRITTEN[1:]]
-    for learner in (hurt, straight):
+@pytest.mark.parametrize("advantage", [math.nan, math.inf])
+def test_a_non_finite_gradient_skips_both_models(advantage):
+    hurt_learner, straight_learner = (make_learner(POLICY, ROLLOUT_MODEL, optimizer=ADAM) for _ in range(2))
+    spoiled_items = [*with_advantages(WRITTEN[:1], advantage), *WRITTEN[1:]]
+
+    for learner in (hurt_learner, straight_learner):
         one_step(learner, WRITTEN)
-        if learner is hurt:
-            before = {role: parameters(learner, role) for role in ("policy", "rollout_model")}
-            result = one_step(learner, spoiled)
+        if learner is hurt_learner:
+            last_weights = {role: parameters(learner, role) for role in ("policy", "rollout_model")}
+            result = one_step(learner, spoiled_items)
             assert why(result) == {"policy": "non-finite gradient", "rollout_model": "non-finite gradient"}
-            assert all(torch.equal(parameters(learner, role), before[role]) for role in before)
+            assert all(torch.equal(parameters(learner, role), last_weights[role]) for role in last_weights)
             assert learner.version == Version(1, 1)
         one_step(learner, WRITTEN)
+
     for role in ("policy", "rollout_model"):
-        assert torch.equal(parameters(hurt, role), parameters(straight, role))
+        assert torch.equal(parameters(hurt_learner, role), parameters(straight_learner, role))
 
 
 def test_a_non_finite_gradient_of_one_model_skips_the_other_too():
     """Z from the top k of the engine alone, so that a broken rollout model leaves the policy's gradient finite."""
-    broken = copy.deepcopy(ROLLOUT_MODEL)
-    broken.model.norm.weight.data[0] = math.nan
-    learner = make_learner(POLICY, broken, exact_engines=())
+    broken_model = copy.deepcopy(ROLLOUT_MODEL)
+    broken_model.model.norm.weight.data[0] = math.nan
+    learner = make_learner(POLICY, broken_model, exact_engines=())
     result = one_step(learner, WRITTEN)
-    assert math.isfinite(value(result, "policy/grad_norm")) and math.isnan(value(result, "rollout_model/grad_norm"))
+
+    assert math.isfinite(value(result, "policy/grad_norm"))
+    assert math.isnan(value(result, "rollout_model/grad_norm"))
     assert why(result) == {"policy": "non-finite gradient", "rollout_model": "non-finite gradient"}
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
 
@@ -467,6 +556,7 @@ def test_a_non_finite_gradient_of_one_model_skips_the_other_too():
 def test_a_frozen_rollout_model_is_compared_with():
     learner = make_learner(POLICY, ROLLOUT_MODEL, is_frozen=True)
     results = train(learner, batches(WRITTEN, epochs=2))
+
     assert torch.equal(parameters(learner, "rollout_model"), flat(ROLLOUT_MODEL))
     assert learner.version == Version(2, 0)
     assert not any(weight.requires_grad for weight in learner.models["rollout_model"].parameters())
@@ -480,6 +570,7 @@ def test_distillation_pulls_the_rollout_model_alone():
     divergences = [
         value(one_step(learner, with_advantages(WRITTEN, 0.0)), "rollout_model/distill_kl") for _ in range(8)
     ]
+
     assert value(one_step(learner, with_advantages(WRITTEN, 0.0)), "policy/grad_norm") == 0.0
     assert torch.equal(parameters(learner, "policy"), flat(POLICY))
     assert divergences[-1] < 0.7 * divergences[0]
@@ -488,55 +579,65 @@ def test_distillation_pulls_the_rollout_model_alone():
 def test_tokens_that_nobody_sampled_are_read_but_not_trained_on():
     """A tool's tokens stay in the context of what follows; what the engine says of them does not matter."""
 
-    def with_tool(items, garbage):
-        spoiled = []
+    def with_tool(items, tool_log_prob):
+        tool_items = []
         for item in items:
-            sampled = torch.arange(len(item.rollout.token_ids)) != 1
-            log_probs = torch.where(sampled, item.rollout.rollout_log_probs, garbage)
-            spoiled.append(
-                replace(item, rollout=replace(item.rollout, sampled_mask=sampled, rollout_log_probs=log_probs))
+            sampled_mask = torch.arange(len(item.rollout.token_ids)) != 1
+            log_probs = torch.where(sampled_mask, item.rollout.rollout_log_probs, tool_log_prob)
+            tool_items.append(
+                replace(item, rollout=replace(item.rollout, sampled_mask=sampled_mask, rollout_log_probs=log_probs))
             )
-        return spoiled
+        return tool_items
 
     for proximal in ("old", "rollout"):
         objective = policy_objective(proximal=proximal)
-        one, other = (make_learner(POLICY, ROLLOUT_MODEL, objective=objective) for _ in range(2))
-        clean, soiled = one_step(one, with_tool(WRITTEN, -1.0)), one_step(other, with_tool(WRITTEN, math.nan))
-        assert torch.equal(parameters(one, "policy"), parameters(other, "policy"))
-        assert value(clean, "policy/loss") == value(soiled, "policy/loss")
-        sampled = sum(len(item.rollout.token_ids) - (len(item.rollout.token_ids) > 1) for item in WRITTEN)
-        assert clean.metrics["policy/loss"].count == sampled
+        clean_learner, soiled_learner = (make_learner(POLICY, ROLLOUT_MODEL, objective=objective) for _ in range(2))
+        clean_result = one_step(clean_learner, with_tool(WRITTEN, tool_log_prob=-1.0))
+        soiled_result = one_step(soiled_learner, with_tool(WRITTEN, tool_log_prob=math.nan))
+
+        assert torch.equal(parameters(clean_learner, "policy"), parameters(soiled_learner, "policy"))
+        assert value(clean_result, "policy/loss") == value(soiled_result, "policy/loss")
+        sampled_tokens = sum(len(item.rollout.token_ids) - (len(item.rollout.token_ids) > 1) for item in WRITTEN)
+        assert clean_result.metrics["policy/loss"].count == sampled_tokens
+
     uid, item = WRITTEN[0].rollout.uid, WRITTEN[0]
-    wanted = sampled_log_probs(double(POLICY), item.rollout, 1.0).detach()
-    wanted[1] = 0.0
-    torch.testing.assert_close(clean.traces[uid]["log_probs"].double(), wanted, rtol=0, atol=1e-5)
+    expected_log_probs = sampled_log_probs(double(POLICY), item.rollout, 1.0).detach()
+    expected_log_probs[1] = 0.0
+
+    torch.testing.assert_close(clean_result.traces[uid]["log_probs"].double(), expected_log_probs, rtol=0, atol=1e-5)
 
 
 def test_weights_are_named_once_where_they_are_tied():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
-        sent = dict(learner.weights(role))
-        assert sent.keys() == dict(model.named_parameters()).keys() and "lm_head.weight" not in sent
-        assert all(torch.equal(tensor, sent[name]) for name, tensor in model.named_parameters())
-        assert not any(tensor.requires_grad for tensor in sent.values())
+        sent_weights = dict(learner.weights(role))
+        assert sent_weights.keys() == dict(model.named_parameters()).keys()
+        assert "lm_head.weight" not in sent_weights
+        assert all(torch.equal(tensor, sent_weights[name]) for name, tensor in model.named_parameters())
+        assert not any(tensor.requires_grad for tensor in sent_weights.values())
 
 
 # Precision and continuation
 
 
 def test_bf16_autocast_runs_and_stays_near_fp32():
-    plain, cast = (make_learner(POLICY, ROLLOUT_MODEL, autocast=dtype) for dtype in (None, torch.bfloat16))
-    one, other = (one_step(learner, WRITTEN, budget=60) for learner in (plain, cast))
+    plain_learner, cast_learner = (
+        make_learner(POLICY, ROLLOUT_MODEL, autocast=dtype) for dtype in (None, torch.bfloat16)
+    )
+
+    plain_result, cast_result = (one_step(learner, WRITTEN, budget=60) for learner in (plain_learner, cast_learner))
     differences = []
-    for uid, trace in one.traces.items():
-        differences.append((trace["log_probs"] - other.traces[uid]["log_probs"]).abs().max().item())
-        assert other.traces[uid]["log_probs"].dtype == torch.float32
+
+    for uid, trace in plain_result.traces.items():
+        differences.append((trace["log_probs"] - cast_result.traces[uid]["log_probs"]).abs().max().item())
+        assert cast_result.traces[uid]["log_probs"].dtype == torch.float32
     # bfloat16 keeps 8 bits: logits of size 4 are off by some 2**-8 * 4; equal numbers would mean that nothing was cast
     assert 1e-4 < max(differences) < 0.15
+
     for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
-        moves = [parameters(learner, role) - flat(model) for learner in (plain, cast)]
+        moves = [parameters(learner, role) - flat(model) for learner in (plain_learner, cast_learner)]
         assert torch.cosine_similarity(*moves, dim=0) > 0.95
-        assert all(tensor.dtype == torch.float32 for _, tensor in cast.weights(role))
+        assert all(tensor.dtype == torch.float32 for _, tensor in cast_learner.weights(role))
 
 
 @pytest.mark.parametrize("kappa", ["prepass", "auto"])
@@ -546,19 +647,27 @@ def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
     items = write(ROLLOUT_MODEL, num_top_log_probs=2)
     for _ in range(2):
         one_step(learner, items, budget=60)
+
     torch.save(learner.state_dict(), tmp_path / "state.pt")
     learner.save(tmp_path, ["policy"])
+
     assert torch.equal(flat(type(POLICY).from_pretrained(tmp_path / "policy")), parameters(learner, "policy"))
+
     models = learner.models["policy"], learner.models["rollout_model"]
-    resumed = make_learner(*models, objective=objective, optimizer=ADAM)
-    resumed.load(tmp_path, torch.load(tmp_path / "state.pt", weights_only=True))
-    assert resumed.version == learner.version == Version(2, 2)
+    resumed_learner = make_learner(*models, objective=objective, optimizer=ADAM)
+    resumed_learner.load(tmp_path, torch.load(tmp_path / "state.pt", weights_only=True))
+
+    assert learner.version == Version(2, 2)
+    assert resumed_learner.version == Version(2, 2)
+
     for _ in range(2):
-        expected, found = one_step(learner, items, budget=60), one_step(resumed, items, budget=60)
-        del expected.metrics["seconds/prepass"], found.metrics["seconds/prepass"]
-        assert_equal_sums(expected.metrics, found.metrics)
+        expected_result = one_step(learner, items, budget=60)
+        resumed_result = one_step(resumed_learner, items, budget=60)
+        del expected_result.metrics["seconds/prepass"], resumed_result.metrics["seconds/prepass"]
+        assert_equal_sums(expected_result.metrics, resumed_result.metrics)
+
     for role in ("policy", "rollout_model"):
-        assert torch.equal(parameters(resumed, role), parameters(learner, role))
+        assert torch.equal(parameters(resumed_learner, role), parameters(learner, role))
 
 
 # What must not matter
@@ -566,33 +675,41 @@ def test_a_state_dict_round_trip_continues_bit_by_bit(tmp_path, kappa):
 
 @few
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(0, 2**32))
-def test_padding_and_what_stands_in_it_change_nothing(left, right, seed):
+def test_padding_and_what_stands_in_it_change_nothing(left_padding, right_padding, seed):
     """A row without padding and wide rectangles with random numbers where nothing is: the same step."""
     generator = torch.Generator().manual_seed(seed)
     (step,) = batches(WRITTEN, budget=70)
 
-    def pad(tensor, before, after, dim=1):
+    def pad(tensor, count_before, count_after, dim=1):
         shape = list(tensor.shape)
         sides = []
-        for count in (before, after):
+        for count in (count_before, count_after):
             shape[dim] = count
             garbage = torch.randint(0, VOCAB, shape, generator=generator).to(tensor.dtype)
             sides.append(garbage if tensor.dtype != torch.bool else torch.zeros(shape, dtype=torch.bool))
         return torch.cat([sides[0], tensor, sides[1]], dim)
 
-    def wider(batch):
-        columns = ("response_ids", "uniforms", "top_ids", "top_log_probs", "versions", "attention_mask")
-        columns = (*columns, "response_mask")
-        changes = {name: pad(getattr(batch, name), 0, right) for name in columns}
-        changes |= {name: pad(getattr(batch, name), left, 0) for name in ("prompt_ids", "prompt_mask")}
-        zeros = torch.zeros(len(batch.uids), right)
+    def padded(batch):
+        columns = (
+            "response_ids",
+            "uniforms",
+            "top_ids",
+            "top_log_probs",
+            "versions",
+            "attention_mask",
+            "response_mask",
+        )
+        changes = {name: pad(getattr(batch, name), 0, right_padding) for name in columns}
+        changes |= {name: pad(getattr(batch, name), left_padding, 0) for name in ("prompt_ids", "prompt_mask")}
+        zeros = torch.zeros(len(batch.uids), right_padding)
         changes |= {name: torch.cat([getattr(batch, name), zeros], 1) for name in ("rollout_log_probs", "advantages")}
         return replace(batch, **changes, response_index=changes["response_mask"].flatten().nonzero()[:, 0], packed=None)
 
     narrow_learner, wide_learner = make_learner(POLICY, ROLLOUT_MODEL), make_learner(POLICY, ROLLOUT_MODEL)
-    narrow = train(narrow_learner, [step])[0]
-    wide = train(wide_learner, [[wider(batch) for batch in step]])[0]
-    assert value(wide, "policy/loss") == pytest.approx(value(narrow, "policy/loss"), rel=1e-4, abs=1e-6)
+    narrow_result = train(narrow_learner, [step])[0]
+    wide_result = train(wide_learner, [[padded(batch) for batch in step]])[0]
+
+    assert value(wide_result, "policy/loss") == pytest.approx(value(narrow_result, "policy/loss"), rel=1e-4, abs=1e-6)
     for role, model in (("policy", POLICY), ("rollout_model", ROLLOUT_MODEL)):
         assert_same_move(parameters(wide_learner, role), parameters(narrow_learner, role), flat(model))
 
@@ -623,6 +740,7 @@ def test_acceptance_averages_to_z_and_the_ratio_to_one(lam, normalizer):
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, num_top_log_probs=4)
     metrics = one_step(learner, items).metrics
     ratio, gap = metrics["mismatch/ratio"], metrics["obrs/acceptance_minus_z"]
+
     assert ratio.count > 1000
     assert abs(ratio.value - 1.0) < 4.0 * ratio.standard_error < 0.3
     if normalizer == "exact":
@@ -653,61 +771,71 @@ def test_the_engine_and_the_learner_agree_on_the_written_tokens():
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.7}])
 def test_the_kept_mass_is_that_of_what_the_engine_may_sample(truncation):
     items = write(ROLLOUT_MODEL, seed=3, **truncation)
-    kept = []
+    kept_masses = []
     for item in items:
         probs = vocabulary_log_probs(double(ROLLOUT_MODEL), item.rollout, 1.0).exp()
         allowed = torch.zeros_like(probs).scatter(1, item.rollout.top_ids, item.rollout.top_log_probs.double().exp())
-        kept += (probs * (allowed > 0)).sum(-1)[item.rollout.sampled_mask].tolist()
-    wanted = sum(kept) / len(kept)
-    assert (wanted < 0.95) == bool(truncation)
-    result = one_step(
-        make_learner(POLICY, ROLLOUT_MODEL, exact_engines=() if truncation else ("rollout_model",)), items
-    )
-    assert value(result, "mismatch/kept_mass") == pytest.approx(wanted, rel=1e-5)
+        kept_masses += (probs * (allowed > 0)).sum(-1)[item.rollout.sampled_mask].tolist()
+    mean_kept_mass = sum(kept_masses) / len(kept_masses)
+
+    assert (mean_kept_mass < 0.95) == bool(truncation)
+
+    learner = make_learner(POLICY, ROLLOUT_MODEL, exact_engines=() if truncation else ("rollout_model",))
+    result = one_step(learner, items)
+
+    assert value(result, "mismatch/kept_mass") == pytest.approx(mean_kept_mass, rel=1e-5)
 
 
 def test_a_truncated_sampler_is_compared_on_its_support():
     """The writer as the policy: on the support all ratios are 1, and Z is known. Over the vocabulary none is."""
     items = write(ROLLOUT_MODEL, seed=3, top_k=5, num_top_log_probs=6)
     policies = {"support": (ROLLOUT_MODEL, None), "pair": (ROLLOUT_MODEL, ROLLOUT_MODEL)}
+
     for models in policies.values():
         result = one_step(make_learner(*models, exact_engines=(), on_support=True), items)
         assert value(result, "mismatch/kept_mass") == pytest.approx(1.0, abs=1e-5)
         assert value(result, "mismatch/engine_gap_max") < 1e-5
         assert value(result, "obrs/acceptance") == pytest.approx(value(result, "obrs/z"), abs=1e-5)
-        assert value(result, "obrs/z_bound_width") < 1e-5 and value(result, "obrs/rollout_mass") > 1.0 - 1e-5
-    whole = one_step(make_learner(ROLLOUT_MODEL, ROLLOUT_MODEL, exact_engines=()), items)
-    assert value(whole, "obrs/acceptance") < value(result, "obrs/acceptance") - 0.02
+        assert value(result, "obrs/z_bound_width") < 1e-5
+        assert value(result, "obrs/rollout_mass") > 1.0 - 1e-5
+
+    vocabulary_result = one_step(make_learner(ROLLOUT_MODEL, ROLLOUT_MODEL, exact_engines=()), items)
+    assert value(vocabulary_result, "obrs/acceptance") < value(result, "obrs/acceptance") - 0.02
 
 
 def test_kappa_repairs_the_gradient_on_the_support():
     items = write(ROLLOUT_MODEL, seed=3, top_k=5, num_top_log_probs=5)
-    moved = {}
+    weights = {}
+
     for kappa in ("auto", "prepass"):
         objective = policy_objective(kappa=kappa, kappa_tolerance=0.0, c1=1.01)
         learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, exact_engines=(), on_support=True)
         one_step(learner, items, budget=40)
-        moved[kappa] = parameters(learner, "policy")
-    assert_same_move(moved["auto"], moved["prepass"], flat(POLICY))
+        weights[kappa] = parameters(learner, "policy")
+
+    assert_same_move(weights["auto"], weights["prepass"], flat(POLICY))
 
 
 @pytest.mark.parametrize("mini_batch_size", [None, 6])
 def test_the_engine_is_compared_on_tokens_of_equal_weights(mini_batch_size):
     """In later steps on it the weights have moved on, but the anchor has not; older text is not theirs at all."""
     shift = 0.125  # of every reported probability, so that the gap is known
-    fresh, items = WRITTEN[::2], []
+    fresh_items, items = HALF, []
+
     for item in WRITTEN:
-        one = item.rollout
-        reported = (one.rollout_log_probs.exp() + shift).log()
+        rollout = item.rollout
+        reported_log_probs = (rollout.rollout_log_probs.exp() + shift).log()
         change = (
-            {"rollout_log_probs": reported}
-            if any(item is other for other in fresh)
-            else {"versions": torch.full_like(one.versions, -1)}
+            {"rollout_log_probs": reported_log_probs}
+            if any(item is fresh for fresh in fresh_items)
+            else {"versions": torch.full_like(rollout.versions, -1)}
         )
-        items.append(replace(item, rollout=replace(one, **change)))
+        items.append(replace(item, rollout=replace(rollout, **change)))
+
     results, _ = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, mini_batch_size=mini_batch_size), trace=False)
     gaps = [result.metrics["mismatch/engine_gap"] for result in results]
+
     assert len(gaps) == len(items) // (mini_batch_size or len(items))
-    assert sum(gap.count for gap in gaps) == sum(len(item.rollout.token_ids) for item in fresh)
+    assert sum(gap.count for gap in gaps) == sum(len(item.rollout.token_ids) for item in fresh_items)
     assert sum(gap.total for gap in gaps) / sum(gap.count for gap in gaps) == pytest.approx(shift, abs=1e-5)
     assert max(value(result, "mismatch/engine_gap_max") for result in results) == pytest.approx(shift, abs=1e-5)

@@ -38,7 +38,7 @@ REGIMES: dict[str, tuple[tuple[str, ...], list[Role]]] = {  # settings, and the 
 }
 
 
-class Finished(NamedTuple):
+class FinishedRun(NamedTuple):
     """A run that was trained to its end."""
 
     config: Config
@@ -49,7 +49,8 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=REGIMES)
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def adapter_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """A run of three iterations that trains an adapter of the policy, or one of both models."""
     settings, adapted = REGIMES[request.param]
     config, folder = small_config("iterations=3", "evaluation.problems=2", *settings), tmp_path_factory.mktemp("run")
     paths, device = config.model_paths(), torch.device("cpu")
@@ -59,7 +60,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     run_folder = RunFolder(folder)
     run_folder.start(config, 1, -1)
     assert Trainer(parts, run_folder, None, lambda line: None).train()
-    return Finished(config, adapted, folder, parts, models)
+    return FinishedRun(config, adapted, folder, parts, models)
 
 
 def largest_gap(engine: Engine, model: PreTrainedModel, parts: RunComponents) -> float:
@@ -72,26 +73,29 @@ def largest_gap(engine: Engine, model: PreTrainedModel, parts: RunComponents) ->
     rollouts = [rollout_of(prompt, torch.randint(3, 32, (8,), generator=draw).tolist()) for prompt in prompts]
     scores = engine.score(rollouts, 1.0)
     with torch.no_grad():
-        wanted = [sampled_log_probs(model, rollout, 1.0) for rollout in rollouts]
-    ours, theirs = torch.cat(scores).double(), torch.cat(wanted)
-    return ((ours - theirs).abs() / theirs.abs().clamp(min=1.0)).max().item()
+        model_log_probs = [sampled_log_probs(model, rollout, 1.0) for rollout in rollouts]
+    engine_row, model_row = torch.cat(scores).double(), torch.cat(model_log_probs)
+    return ((engine_row - model_row).abs() / model_row.abs().clamp(min=1.0)).max().item()
 
 
-def test_adapters_move_the_base_stays_and_the_engines_follow(finished: Finished) -> None:
-    config, parts, models = finished.config, finished.parts, finished.models
-    for role in finished.adapted:
-        start = load_model(f"starter:{role}", torch.float32)
-        fresh = load_trained(config, role, f"starter:{role}", torch.device("cpu"), resumes=False)
-        was, now = dict(fresh.named_parameters()), dict(models[role].named_parameters())
-        moved = {name for name in now if not torch.equal(was[name], now[name])}
-        assert moved == {name for name in now if ".lora_" in name}
+def test_adapters_move_the_base_stays_and_the_engines_follow(adapter_run: FinishedRun) -> None:
+    config, parts, models = adapter_run.config, adapter_run.parts, adapter_run.models
+    for role in adapter_run.adapted:
+        first_model = load_model(f"starter:{role}", torch.float32)
+        fresh_model = load_trained(config, role, f"starter:{role}", torch.device("cpu"), resumes=False)
+        first_weights, weights_by_name = dict(fresh_model.named_parameters()), dict(models[role].named_parameters())
+        moved_names = {name for name in weights_by_name if not torch.equal(first_weights[name], weights_by_name[name])}
+        assert moved_names == {name for name in weights_by_name if ".lora_" in name}
+
         engine = parts.policy_engine if role == "policy" else parts.engine
-        assert largest_gap(engine, models[role], parts) < 1e-5 < 1e-2 < largest_gap(engine, start, parts)
+        assert largest_gap(engine, models[role], parts) < 1e-5
+        assert largest_gap(engine, first_model, parts) > 1e-2
 
 
-def test_training_sees_what_the_engine_samples_from(finished: Finished) -> None:
-    gaps = [line["mismatch/engine_gap_max"] for line in metrics(finished.folder)[1:]]
-    assert len(gaps) == 3 and max(gaps) < 1e-5
+def test_training_sees_what_the_engine_samples_from(adapter_run: FinishedRun) -> None:
+    gaps = [line["mismatch/engine_gap_max"] for line in metrics(adapter_run.folder)[1:]]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-5
 
 
 def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
@@ -99,41 +103,45 @@ def test_a_weight_that_is_not_sent_is_noticed(tmp_path: Path) -> None:
     model = load_trained(config, "policy", "starter:policy", torch.device("cpu"), resumes=False)
     engine = make_engine(config.engine, "starter:policy", torch.device("cpu"), Version(0, 0))
     learner = make_learner(config, {"policy": model}, exact_engines=["policy"])
-    for missed in range(len(sent := list(learner.weights("policy")))):
-        with pytest.raises(EngineError, match=f"1 missing .{sent[missed][0]}"):
-            engine.update_weights(sent[:missed] + sent[missed + 1 :], Version(1, 1))
+
+    sent_weights = list(learner.weights("policy"))
+    for index, (name, _) in enumerate(sent_weights):
+        with pytest.raises(EngineError, match=f"1 missing .{name}"):
+            engine.update_weights(sent_weights[:index] + sent_weights[index + 1 :], Version(1, 1))
 
 
-def test_a_checkpoint_holds_an_adapter_that_peft_reads(finished: Finished) -> None:
+def test_a_checkpoint_holds_an_adapter_that_peft_reads(adapter_run: FinishedRun) -> None:
     ids = torch.arange(3, 12).view(1, 9)
-    for role, model in finished.models.items():
-        folder = finished.folder / "checkpoints" / "last" / role
-        assert (folder / "adapter").exists() == (role in finished.adapted)
-        plain = AutoModelForCausalLM.from_pretrained(folder)
+    for role, model in adapter_run.models.items():
+        folder = adapter_run.folder / "checkpoints" / "last" / role
+        assert (folder / "adapter").exists() == (role in adapter_run.adapted)
+
+        plain_model = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
-            torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
-            if role in finished.adapted:
+            torch.testing.assert_close(plain_model(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+            if role in adapter_run.adapted:
                 base = AutoModelForCausalLM.from_pretrained(starter_path(role), dtype=torch.float32)
                 fuse(base)  # as the trained model, whose numbers differ by rounding otherwise
                 assert torch.equal(PeftModel.from_pretrained(base, folder / "adapter")(ids).logits, model(ids).logits)
 
 
-def test_the_optimizer_keeps_moments_of_the_adapter_alone(finished: Finished) -> None:
-    for role, size in model_sizes(finished.config).items():
-        moments = load_file(finished.folder / "checkpoints" / "last" / "moments" / f"{role}.safetensors")
+def test_the_optimizer_keeps_moments_of_the_adapter_alone(adapter_run: FinishedRun) -> None:
+    for role, size in model_sizes(adapter_run.config).items():
+        moments = load_file(adapter_run.folder / "checkpoints" / "last" / "moments" / f"{role}.safetensors")
         counts = [moment.numel() for name, moment in moments.items() if name.endswith(".exp_avg")]
-        assert sum(counts) == size.trained and size.trained > 0
+        assert sum(counts) == size.trained
+        assert size.trained > 0
 
 
 def test_the_seed_of_the_run_decides_the_adapters() -> None:
-    def first(seed: int, role: Role) -> torch.Tensor:
+    def first_adapter_weight(seed: int, role: Role) -> torch.Tensor:
         config = small_config(*BOTH, f"seed={seed}", "rollout_model.path=starter:policy", "rollout_model.lora.rank=4")
         model = load_trained(config, role, "starter:policy", torch.device("cpu"), resumes=False)
         return next(parameter for name, parameter in model.named_parameters() if ".lora_A" in name)
 
-    assert torch.equal(first(0, "policy"), first(0, "policy"))
-    assert not torch.equal(first(0, "policy"), first(1, "policy"))
-    assert not torch.equal(first(0, "policy"), first(0, "rollout_model"))
+    assert torch.equal(first_adapter_weight(0, "policy"), first_adapter_weight(0, "policy"))
+    assert not torch.equal(first_adapter_weight(0, "policy"), first_adapter_weight(1, "policy"))
+    assert not torch.equal(first_adapter_weight(0, "policy"), first_adapter_weight(0, "rollout_model"))
 
 
 @pytest.mark.slow
@@ -142,19 +150,23 @@ def test_a_run_is_not_continued_beside_another_base(tmp_path: Path) -> None:
     shutil.copytree(starter_path("policy"), base)
     config = small_config(SHORT, "iterations=1", *POLICY, f"policy.path={base}")
     run(config, tmp_path / "run")
-    changed = load_model(base, torch.float32)
-    changed.model.norm.weight.data[0] += 1e-3
-    changed.save_pretrained(base)
+
+    changed_model = load_model(base, torch.float32)
+    changed_model.model.norm.weight.data[0] += 1e-3
+    changed_model.save_pretrained(base)
+
     with pytest.raises(CheckpointError, match="trained on other"):
         launch(config, tmp_path / "run", lambda line: None)
 
 
 def test_a_run_from_a_checkpoint_starts_at_merged_weights(finished_run: FinishedRuns) -> None:
-    first = finished_run("iterations=1", "evaluation.problems=2", *POLICY)
-    start = first / "checkpoints" / "last" / "policy"
+    first_run = finished_run("iterations=1", "evaluation.problems=2", *POLICY)
+    start = first_run / "checkpoints" / "last" / "policy"
     config = small_config(*POLICY, f"policy.path={start}")
     parts = make_components(config)
-    merged = weights(first, "policy")
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in parts.learner.weights("policy"))
-    sent = {tensor.dtype for _, tensor in parts.learner.weights("policy", torch.bfloat16)}
-    assert sent == {torch.float32, torch.bfloat16}  # merged ones are copies, which come in the engine's dtype
+    merged_weights = weights(first_run, "policy")
+
+    assert all(torch.equal(tensor, merged_weights[name]) for name, tensor in parts.learner.weights("policy"))
+
+    sent_dtypes = {tensor.dtype for _, tensor in parts.learner.weights("policy", torch.bfloat16)}
+    assert sent_dtypes == {torch.float32, torch.bfloat16}  # merged ones are copies, which come in the engine's dtype

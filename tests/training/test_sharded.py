@@ -43,6 +43,8 @@ ACCEPTED = (
 
 
 class Case(NamedTuple):
+    """A run on two ranks, and by how much it may differ from that of one process."""
+
     overrides: tuple[str, ...] = (PREPASS,)
     budget: int = 80  # tokens of a micro-batch
     micro_batches: int = 2
@@ -86,28 +88,39 @@ def folder(tmp_path_factory) -> Path:
 
 
 def check(case: Case, folder: Path, home: Path) -> None:
+    """Two ranks give the gradients, weights, digests, scores, traces and metrics of one process."""
     config = config_of(folder, *case.overrides)
     samples = samples_of(folder, [1] * case.one_token)
 
     def work(rank):
-        return train(learner_of(config, True), config, samples, case.budget, rank, RANKS, case.pads)
+        return train(learner_of(config, is_sharded=True), config, samples, case.budget, rank, RANKS, pads=case.pads)
 
-    ranks = on_ranks(work, home)
-    whole = train(learner_of(config, False), config, samples, case.budget, 0, 1, case.pads)
-    assert whole["micro_batches"] == case.micro_batches
-    assert len(whole["gradients"]) == len(ranks[0]["gradients"]) > 1 and all(one.any() for one in whole["gradients"])
-    assert compared(ranks[0]["gradients"], whole["gradients"]) <= case.tolerance
-    assert compared(ranks[0]["weights"].values(), whole["weights"].values()) <= case.tolerance
-    assert ranks[0]["digests"] == whole["digests"] or case.tolerance
-    scores = ranks[0]["scores"] | ranks[1]["scores"]
-    assert scores.keys() == whole["scores"].keys()
-    assert compared([scores[uid] for uid in whole["scores"]], whole["scores"].values()) <= case.tolerance
-    assert {*ranks[0]["traced"], *ranks[1]["traced"]} == {*whole["traced"]}
-    for ours, wanted in zip(ranks[0]["metrics"], whole["metrics"], strict=True):
-        assert ours.keys() == wanted.keys()
-        for name, value in wanted.items():
+    rank_results = on_ranks(work, home)
+    lone_result = train(
+        learner_of(config, is_sharded=False), config, samples, case.budget, rank=0, ranks=1, pads=case.pads
+    )
+
+    assert lone_result["micro_batches"] == case.micro_batches
+    assert len(lone_result["gradients"]) > 1
+    assert len(rank_results[0]["gradients"]) == len(lone_result["gradients"])
+    assert all(gradient.any() for gradient in lone_result["gradients"])
+    assert compared(rank_results[0]["gradients"], lone_result["gradients"]) <= case.tolerance
+    assert compared(rank_results[0]["weights"].values(), lone_result["weights"].values()) <= case.tolerance
+    assert rank_results[0]["digests"] == lone_result["digests"] or case.tolerance
+
+    scores = rank_results[0]["scores"] | rank_results[1]["scores"]
+    assert scores.keys() == lone_result["scores"].keys()
+    assert compared([scores[uid] for uid in lone_result["scores"]], lone_result["scores"].values()) <= case.tolerance
+
+    assert {*rank_results[0]["traced"], *rank_results[1]["traced"]} == {*lone_result["traced"]}
+
+    for rank_metrics, lone_metrics in zip(rank_results[0]["metrics"], lone_result["metrics"], strict=True):
+        assert rank_metrics.keys() == lone_metrics.keys()
+        for name, value in lone_metrics.items():
             rounding = 2e-5 if case.tolerance else 1e-12
-            torch.testing.assert_close(ours[name], value, rtol=rounding, atol=rounding, equal_nan=True, msg=name)
+            torch.testing.assert_close(
+                rank_metrics[name], value, rtol=rounding, atol=rounding, equal_nan=True, msg=name
+            )
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -122,13 +135,14 @@ def test_two_ranks_take_the_steps_of_one_with(name, folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longer", ["policy", "rollout_model"])
-def test_two_ranks_cut_an_output_layer_as_one_does(longer, folder, tmp_path):
+@pytest.mark.parametrize("longer_role", ["policy", "rollout_model"])
+def test_two_ranks_cut_an_output_layer_as_one_does(longer_role, folder, tmp_path):
     """An untied one and a tied one."""
     shutil.copytree(folder, tmp_path / "models")
-    model = load_model(folder / longer, torch.float32)
+    model = load_model(folder / longer_role, torch.float32)
     model.resize_token_embeddings(model.config.vocab_size + 3)
-    model.save_pretrained(tmp_path / "models" / longer)
+    model.save_pretrained(tmp_path / "models" / longer_role)
+
     check(Case(), tmp_path / "models", tmp_path)
 
 
@@ -137,17 +151,18 @@ def test_what_rounds_otherwise_is_the_same_each_time(folder, tmp_path):
     case, config, samples = SLOW["four micro-batches"], config_of(folder, PREPASS), samples_of(folder)
 
     def work(rank):
-        return train(learner_of(config, True), config, samples, case.budget, rank, RANKS)
+        return train(learner_of(config, is_sharded=True), config, samples, case.budget, rank, RANKS)
 
-    first, second = (on_ranks(work, tmp_path / name)[0] for name in ("first", "second"))
-    assert first["digests"] == second["digests"]
-    assert all(map(torch.equal, first["gradients"], second["gradients"]))
+    first_result, second_result = (on_ranks(work, tmp_path / name)[0] for name in ("first", "second"))
+
+    assert first_result["digests"] == second_result["digests"]
+    assert all(map(torch.equal, first_result["gradients"], second_result["gradients"]))
 
 
 def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
     """Score, change the weights, and compare scores, a saved folder and what is sent with those of one process."""
     config, samples = config_of(folder), samples_of(folder)
-    batches = plain_batches([item.rollout for item in samples], 60, 0)
+    batches = plain_batches([item.rollout for item in samples], budget=60, seed=0)
 
     def change(learner):
         with torch.no_grad():
@@ -156,28 +171,32 @@ def check_weights_are_current(folder: Path, tmp_path: Path) -> None:
                     local(parameter).mul_(1.1)
 
     def work(rank):
-        learner = learner_of(config, True)
-        alone = [isinstance(one.get_input_embeddings(), FSDPModule) for one in learner.models.values()]
-        assert alone == [True, False]  # the rollout model's belongs to its head
-        mine = deal(batches, RANKS)[rank]
-        learner.score("policy", mine, config.sampling)
+        learner = learner_of(config, is_sharded=True)
+        apart = [isinstance(model.get_input_embeddings(), FSDPModule) for model in learner.models.values()]
+        assert apart == [True, False]  # the rollout model's embeddings belong to its head
+
+        share = deal(batches, RANKS)[rank]
+        learner.score("policy", share, config.sampling)
         change(learner)
         save(learner, config, tmp_path / "saved")
-        return learner.score("policy", mine, config.sampling) | {
+        return learner.score("policy", share, config.sampling) | {
             "sent": torch.tensor(len(list(learner.weights("policy"))))
         }
 
-    ranks = on_ranks(work, tmp_path)
-    learner = learner_of(config, False)
+    rank_results = on_ranks(work, tmp_path)
+
+    learner = learner_of(config, is_sharded=False)
     change(learner)
-    wanted = learner.score("policy", batches, config.sampling)
-    sent = [int(one.pop("sent")) for one in ranks]
-    found = ranks[0] | ranks[1]
-    assert found.keys() == wanted.keys() and all(torch.equal(found[uid], row) for uid, row in wanted.items())
-    assert sent == [len(list(learner.weights("policy"))), 0]
+    expected_scores = learner.score("policy", batches, config.sampling)
+    sent_counts = [int(rank_result.pop("sent")) for rank_result in rank_results]
+    scores = rank_results[0] | rank_results[1]
+
+    assert scores.keys() == expected_scores.keys()
+    assert all(torch.equal(scores[uid], row) for uid, row in expected_scores.items())
+    assert sent_counts == [len(list(learner.weights("policy"))), 0]
     for role in ("policy", "rollout_model"):
-        saved = dict(load_model(tmp_path / "saved" / role, torch.float32).named_parameters())
-        assert all(torch.equal(saved[name], weight) for name, weight in learner.weights(role))
+        saved_weights = dict(load_model(tmp_path / "saved" / role, torch.float32).named_parameters())
+        assert all(torch.equal(saved_weights[name], weight) for name, weight in learner.weights(role))
 
 
 @pytest.mark.slow
@@ -193,41 +212,48 @@ def check_continued(overrides: tuple[str, ...], saved_by: int, ranks: tuple[int,
     each rank that saved."""
     config, samples = config_of(folder, *overrides), samples_of(folder)
 
-    def steps(learner, rank, size, number):
-        return train(learner, config, samples, 80, rank, size, rollout_batches=number)
+    def take_steps(learner, rank, size, count):
+        return train(learner, config, samples, 80, rank, size, rollout_batches=count)
 
-    def first(rank):
-        learner = learner_of(config, saved_by > 1)
-        steps(learner, rank, saved_by, 1)
+    def save_and_go_on(rank):
+        learner = learner_of(config, is_sharded=saved_by > 1)
+        take_steps(learner, rank, saved_by, count=1)
         files = save(learner, config, home / "saved")
-        saved = moments_of(learner)
-        return {"files": files, "moments": saved} | steps(learner, rank, saved_by, 2)
+        moments = moments_of(learner)
+        return {"files": files, "moments": moments} | take_steps(learner, rank, saved_by, count=2)
 
-    def again(rank, size):
-        learner = learner_of(config, size > 1, home / "saved")
-        return {"moments": moments_of(learner)} | steps(learner, rank, size, 2)
+    def load_and_go_on(rank, size):
+        learner = learner_of(config, is_sharded=size > 1, checkpoint=home / "saved")
+        return {"moments": moments_of(learner)} | take_steps(learner, rank, size, count=2)
 
-    before = on_ranks(first, home / "first", saved_by) if saved_by > 1 else [first(0)]
+    first_results = on_ranks(save_and_go_on, home / "first", saved_by) if saved_by > 1 else [save_and_go_on(0)]
+    first_result = first_results[0]
     for size in ranks:
-        after = on_ranks(partial(again, size=size), home / str(size), size)[0] if size > 1 else again(0, 1)
-        assert after["moments"].keys() == before[0]["moments"].keys()
-        assert all(torch.equal(after["moments"][name], one) for name, one in before[0]["moments"].items())
-        assert any(one.any() for one in after["moments"].values())
+        if size > 1:
+            result = on_ranks(partial(load_and_go_on, size=size), home / str(size), size)[0]
+        else:
+            result = load_and_go_on(0, size=1)
+
+        assert result["moments"].keys() == first_result["moments"].keys()
+        assert all(torch.equal(result["moments"][name], moment) for name, moment in first_result["moments"].items())
+        assert any(moment.any() for moment in result["moments"].values())
         tolerance = 1e-6 if size != saved_by else 0.0
-        assert compared(after["weights"].values(), before[0]["weights"].values()) <= tolerance
-        assert compared(after["gradients"], before[0]["gradients"]) <= tolerance
-    return [one["files"] for one in before]
+        assert compared(result["weights"].values(), first_result["weights"].values()) <= tolerance
+        assert compared(result["gradients"], first_result["gradients"]) <= tolerance
+    return [rank_result["files"] for rank_result in first_results]
 
 
 @pytest.mark.slow
 def test_what_two_ranks_save_continues_in_one_process(folder, tmp_path):
-    files = check_continued((PREPASS,), 2, (1,), folder, tmp_path)
-    for rank, own in enumerate(files):
+    files_by_rank = check_continued((PREPASS,), saved_by=2, ranks=(1,), folder=folder, home=tmp_path)
+
+    roles = ("policy", "rollout_model")
+    for rank, rank_files in enumerate(files_by_rank):
         end = f"-0000{rank + 1}-of-00002.safetensors"
-        roles = ("policy", "rollout_model")
-        assert {*own} == {f"{role}/model{end}" for role in roles} | {f"moments/{role}{end}" for role in roles}
-    first, second = ([own[name]["size"] for name in sorted(own)] for own in files)
-    assert all(max(pair) / sum(pair) < 0.7 for pair in zip(first, second, strict=True))
+        assert {*rank_files} == {f"{role}/model{end}" for role in roles} | {f"moments/{role}{end}" for role in roles}
+
+    first_sizes, second_sizes = ([files[name]["size"] for name in sorted(files)] for files in files_by_rank)
+    assert all(max(pair) / sum(pair) < 0.7 for pair in zip(first_sizes, second_sizes, strict=True))  # about half each
 
 
 @pytest.mark.slow
@@ -249,30 +275,41 @@ def test_weights_are_gathered_in_buckets_of_the_engines_dtype(folder, tmp_path, 
                     local(parameter).add_(0.01)
         return learner
 
-    def recorded(mine, pieces, dst):
-        messages.append(RANKS * len(mine))
-        gather(mine, pieces, dst=dst)
+    def recorded(rank_bytes, pieces, dst):
+        messages.append(RANKS * len(rank_bytes))
+        gather(rank_bytes, pieces, dst=dst)
 
     def work(rank):
-        learner, sent = change(learner_of(config, True)), {}
+        learner, sent_weights = change(learner_of(config, is_sharded=True)), {}
         for role in ("policy", "rollout_model"):
             messages.clear()
-            sent[role] = dict(learner.weights(role, torch.bfloat16))
-            sent[f"{role}, messages"] = list(messages)
-        return sent
+            sent_weights[role] = dict(learner.weights(role, torch.bfloat16))
+            sent_weights[f"{role}, messages"] = list(messages)
+        return sent_weights
 
     monkeypatch.setattr(gathered, "BUCKET", bucket)
     monkeypatch.setattr(dist, "gather", recorded)
-    whole = change(learner_of(config, False))
-    first, second = on_ranks(work, tmp_path)
+    lone_learner = change(learner_of(config, is_sharded=False))
+    first_rank, second_rank = on_ranks(work, tmp_path)
+
     for role in ("policy", "rollout_model"):
-        wanted, found = dict(whole.weights(role)), first[role]
-        assert second[role] == {} and found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], one.bfloat16()) for name, one in wanted.items())
-        sizes, largest = first[f"{role}, messages"], max(one.nbytes for one in wanted.values())
-        assert len(sizes) > 2 and max(sizes) <= max(bucket, largest)
-    plain = sum(one.nbytes for one in first["rollout_model"].values())
-    assert plain <= sum(first["rollout_model, messages"]) < 1.1 * plain
+        lone_weights, gathered_weights = dict(lone_learner.weights(role)), first_rank[role]
+        assert second_rank[role] == {}
+        assert gathered_weights.keys() == lone_weights.keys()
+        assert all(torch.equal(gathered_weights[name], weight.bfloat16()) for name, weight in lone_weights.items())
+
+        sizes = first_rank[f"{role}, messages"]
+        largest = max(weight.nbytes for weight in lone_weights.values())
+        assert len(sizes) > 2
+        assert max(sizes) <= max(bucket, largest)
+
+    weight_bytes = sum(weight.nbytes for weight in first_rank["rollout_model"].values())
+    assert weight_bytes <= sum(first_rank["rollout_model, messages"]) < 1.1 * weight_bytes
+
+
+def process_memory() -> int:
+    """Bytes of this process, without pages of files that it has mapped."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 @pytest.mark.slow
@@ -281,55 +318,57 @@ def test_no_rank_holds_a_whole_model_while_it_loads_its_part(tmp_path):
     save_models(tmp_path, torch.bfloat16, hidden_size=256, intermediate_size=768, num_hidden_layers=8)
     config = config_of(tmp_path, "policy.lora={rank: 4, alpha: 8}", "objective.reference={kl_loss_coef: 0.1}", *CRITIC)
     models = load_models(config, None, torch.device("cpu"))
-    wanted = {name: weights_digest(model.named_parameters(), torch.float32) for name, model in models.items()}
-    size = sum(one.nbytes for model in models.values() for one in model.parameters())
+    expected_digests = {name: weights_digest(model.named_parameters(), torch.float32) for name, model in models.items()}
+    model_bytes = sum(weight.nbytes for model in models.values() for weight in model.parameters())
+
     add_shards, peaks = gathered.fully_shard, []
 
     def measured(module, **options):
-        peaks.append(own_memory())
+        peaks.append(process_memory())
         return add_shards(module, **options)
 
     def work(rank):
         gathered.fully_shard = measured  # in this process
-        before = own_memory()
-        learner = learner_of(config, True)
-        grown = max(*peaks, own_memory()) - before
-        held = {name: gathered.gather(one.named_parameters()) for name, one in learner._gathered.models.items()}
-        digests = {name: weights_digest(one, torch.float32) for name, one in held.items()}
-        return {"digests": digests, "grown": grown, "reference": learner._forward.reference.digest}
+        first_memory = process_memory()
+        learner = learner_of(config, is_sharded=True)
+        growth = max(*peaks, process_memory()) - first_memory
+        weights = {name: gathered.gather(model.named_parameters()) for name, model in learner._gathered.models.items()}
+        digests = {name: weights_digest(tensors, torch.float32) for name, tensors in weights.items()}
+        return {"digests": digests, "growth": growth, "reference": learner._forward.reference.digest}
 
     ranks = on_ranks(work, tmp_path)
-    assert ranks[0]["digests"] == wanted and ranks[1]["reference"] == wanted["reference"]
+
+    assert ranks[0]["digests"] == expected_digests
+    assert ranks[1]["reference"] == expected_digests["reference"]
     for rank in ranks:
-        assert rank["grown"] < size, "half of it are its own parts"
-
-
-def own_memory() -> int:
-    """Bytes of this process, without pages of files that it has mapped."""
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+        assert rank["growth"] < model_bytes, "half of it are its own parts"
 
 
 def test_a_rank_with_nothing_to_read_gets_an_empty_micro_batch(folder):
-    batches = plain_batches([item.rollout for item in samples_of(folder)], 60, 0)
+    batches = plain_batches([item.rollout for item in samples_of(folder)], budget=60, seed=0)
     assert len(batches) == 3
+
     dealt = deal(batches, 2)
     assert [[batch.uids for batch in rank] for rank in dealt] == [
         [batches[0].uids, batches[2].uids],
         [batches[1].uids, ()],
     ]
-    assert dealt[1][1].response_mask.shape[0] == 0 == len(dealt[1][1].response_index)
+    assert dealt[1][1].response_mask.shape[0] == 0
+    assert len(dealt[1][1].response_index) == 0
+
     assert [len(rank) for rank in deal(batches[:1], 3)] == [1, 1, 1]
 
 
-def test_weights_that_sharding_would_untie_are_refused(folder, monkeypatch):
-    monkeypatch.setattr(gathered, "fully_shard", _each_apart)
-    models = load_models(config_of(folder), None, torch.device("cpu"))
-    with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the rollout_model"):
-        gathered.shard(models, SimpleNamespace(device_type="cpu"), False)
-
-
-def _each_apart(module, **options):
+def untied_by_sharding(module, **options):
     """What FSDP does to a tied weight whose two modules are wrapped apart."""
     for model in getattr(module, "models", {}).values():
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     return module
+
+
+def test_weights_that_sharding_would_untie_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(gathered, "fully_shard", untied_by_sharding)
+    models = load_models(config_of(folder), None, torch.device("cpu"))
+
+    with pytest.raises(ModelError, match=r"lm_head\.weight, model\.embed_tokens\.weight of the rollout_model"):
+        gathered.shard(models, SimpleNamespace(device_type="cpu"), offload=False)

@@ -40,20 +40,21 @@ def a_device(monkeypatch):
     monkeypatch.setattr(autograd, "MAX_TILE_POSITIONS", 8)
 
 
-def of_host(batch):
+def host_tensors(batch):
     """All tensors of a batch, those of the packed row among them."""
-    parts = [getattr(part, field.name) for part in (batch, batch.packed) if part for field in fields(part)]
-    return [part for part in parts if isinstance(part, Tensor)]
+    columns = [getattr(part, field.name) for part in (batch, batch.packed) if part for field in fields(part)]
+    return [column for column in columns if isinstance(column, Tensor)]
 
 
 def critic_of(model):
     return Critic(model, ModelOptimizer(model.parameters(), LINEAR, 10), CriticConfig(optimizer=LINEAR), 10_000)
 
 
-def found_in(learner, micro_batches, trace, **options):
-    with waits(tensor for micro in micro_batches for tensor in of_host(micro.tokens)) as found:
+def waits_and_metrics(learner, micro_batches, trace, **options):
+    """The waits of one update, each as "operator at file:line", and its metrics."""
+    with waits(tensor for micro in micro_batches for tensor in host_tensors(micro.tokens)) as wait_lines:
         result, _ = learner.update(micro_batches, trace, **options)
-    return found, result.metrics
+    return wait_lines, result.metrics
 
 
 @pytest.mark.parametrize(
@@ -67,26 +68,35 @@ def test_an_update_waits_at_most_three_times(kappa, target, parts, trace):
     """
     objective = policy_objective(kappa=kappa, target=target, kappa_tolerance=0.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective)
-    dealt = batches(WRITTEN, budget=BUDGETS[parts])
-    steps = [*learner.compute_old_log_probs(dealt), learner.compute_old_log_probs(2 * dealt)[1]]
-    repaired = []
+    batch_steps = batches(WRITTEN, budget=BUDGETS[parts])
+    steps = [*learner.compute_old_log_probs(batch_steps), learner.compute_old_log_probs(2 * batch_steps)[1]]
+    repaired_steps = []
+
     for step in steps:
         assert len(step) == parts
-        repairs = kappa == "auto" and parts > 1 and not holds_target(step[0].old, objective)
-        wanted = ["kappa"] * repairs + ["joint_optimizer"] + ["old_policy"] * trace
-        found, metrics = found_in(learner, step, trace)
-        repaired.append(repairs and bool(metrics["obrs/repaired_sequences"].value > 0.0))
-        assert len(found) == len(wanted) <= 3, found
-        assert all(name in line for name, line in zip(wanted, found, strict=True)), found
-    assert any(repaired) == (kappa == "auto" and parts > 1)  # sequences were read again, too
+        repairs_kappa = kappa == "auto" and parts > 1 and not holds_target(step[0].old, objective)
+        expected_places = ["kappa"] * repairs_kappa + ["joint_optimizer"] + ["old_policy"] * trace
+
+        wait_lines, metrics = waits_and_metrics(learner, step, trace)
+        repaired_steps.append(repairs_kappa and bool(metrics["obrs/repaired_sequences"].value > 0.0))
+
+        assert len(expected_places) <= 3
+        assert len(wait_lines) == len(expected_places), wait_lines
+        assert all(name in line for name, line in zip(expected_places, wait_lines, strict=True)), wait_lines
+
+    assert any(repaired_steps) == (kappa == "auto" and parts > 1)  # sequences were read again, too
 
 
 def test_a_score_waits_once_a_micro_batch_and_for_the_result():
     learner = make_learner(POLICY, ROLLOUT_MODEL)
     parts = batching.plain_batches([item.rollout for item in WRITTEN], BUDGETS[3], seed=0)
-    with waits(tensor for part in parts for tensor in of_host(part)) as found:
+
+    with waits(tensor for part in parts for tensor in host_tensors(part)) as wait_lines:
         scores = learner.score("policy", parts, Sampling(max_new_tokens=4, num_top_log_probs=2))
-    assert len(scores) == len(WRITTEN) and len(found) == len(parts) + 1 > 2, found
+
+    assert len(scores) == len(WRITTEN), wait_lines
+    assert len(parts) > 1
+    assert len(wait_lines) == len(parts) + 1, wait_lines
 
 
 @pytest.mark.slow
@@ -98,11 +108,16 @@ def test_no_other_regime_waits_more_often(case, value_model):
         objective = replace(objective, kl_loss_coef=0.1, entropy_coeff=0.1)
         options |= {"critic": critic_of(value_model)}
         options |= {"reference": Reference(smallest_model(2), POLICY, estimate="exact", temperature=1.0)}
+
     learner = make_learner(POLICY, None if case == "on_policy" else ROLLOUT_MODEL, objective=objective, **options)
+
     items = WRITTEN
     if case == "everything":
         scores = [ScoredRollout(rollout=item.rollout, score=item.score) for item in WRITTEN]
         items = learner.compute_advantages(scores)
+
     [step] = learner.compute_old_log_probs(batches(items, budget=BUDGETS[3]))
-    found, _ = found_in(learner, step, True, steps_rollout_model=case != "once")
-    assert len(found) <= 3, found
+
+    wait_lines, _ = waits_and_metrics(learner, step, trace=True, steps_rollout_model=case != "once")
+
+    assert len(wait_lines) <= 3, wait_lines

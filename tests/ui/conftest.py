@@ -66,7 +66,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
     yield open_page
     for context in contexts:
         context.close()
-    assert errors == [] and requests == []
+    assert errors == []
+    assert requests == []
 
 
 @pytest.fixture(scope="session")
@@ -74,22 +75,22 @@ def trained(finished_run: FinishedRuns, tmp_path_factory: pytest.TempPathFactory
     """A folder with two arms that have trained, one of them with two seeds, of which the second is made up."""
     folder = tmp_path_factory.mktemp("runs")
     finished_run.copy(folder / "none-seed0", "iterations=2", arm="none")
-    first = finished_run.copy(folder / "obrs-seed0")
+    first_run = finished_run.copy(folder / "obrs-seed0")
 
-    second = shutil.copytree(first, folder / "obrs-seed1", symlinks=True)
-    settings = (first / "config.yaml").read_text()
-    (second / "config.yaml").write_text(re.sub(r"^seed: 0$", "seed: 1", settings, flags=re.MULTILINE))
-    others = [
+    second_run = shutil.copytree(first_run, folder / "obrs-seed1", symlinks=True)
+    settings = (first_run / "config.yaml").read_text()
+    (second_run / "config.yaml").write_text(re.sub(r"^seed: 0$", "seed: 1", settings, flags=re.MULTILINE))
+    other_lines = [
         {name: value * 0.75 if isinstance(value, float) else value for name, value in line.items()}
-        for line in read_lines(first)
+        for line in read_lines(first_run)
     ]
-    write_lines(second, others)
+    write_lines(second_run, other_lines)
     return folder
 
 
 @pytest.fixture(scope="session")
 def report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About all of them."""
+    """The report of these three runs."""
     return write_report([trained], tmp_path_factory.mktemp("page") / "report.html").path
 
 
@@ -110,7 +111,9 @@ def huge_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """100,000 tokens at one iteration, in 40 responses."""
     folder = run_folder(tmp_path_factory.mktemp("huge"), [{"obrs/acceptance": 0.9}])
     words = ["a", "longer", "word", "and", "\n", "x", "=", "12", "therefore", "."]
-    responses = [[words[(7 * place + place // 11 + number) % 10] for place in range(2500)] for number in range(40)]
+    responses = [
+        [words[(7 * position + position // 11 + index) % 10] for position in range(2500)] for index in range(40)
+    ]
     save_tokens(folder, 1, responses)
     return write_report([folder]).path
 
@@ -120,11 +123,11 @@ def long_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A run of 5,000 iterations: the lines of a short one again and again, each time a little different."""
     folder = tmp_path_factory.mktemp("long") / "run"
     shutil.copytree(trained / "obrs-seed0", folder, symlinks=True)
-    first, *others = read_lines(folder)
-    lines = [first]
+    first_line, *other_lines = read_lines(folder)
+    lines = [first_line]
     for iteration in range(1, 5001):
         scale = 1.0 + 0.2 * (iteration * 0.618034 % 1.0)
-        line = others[iteration % len(others)]
+        line = other_lines[iteration % len(other_lines)]
         values = {name: value * scale if isinstance(value, float) else value for name, value in line.items()}
         lines.append(values | {"iteration": iteration})
 
@@ -137,7 +140,10 @@ def long_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="session")
 def sick_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with findings and without saved tokens."""
-    lines = [{"eval/policy_accuracy": 0.5 - 0.05 * n, "obrs/acceptance": 0.2, "policy/entropy": 1.0} for n in range(9)]
+    lines = [
+        {"eval/policy_accuracy": 0.5 - 0.05 * iteration, "obrs/acceptance": 0.2, "policy/entropy": 1.0}
+        for iteration in range(9)
+    ]
     return write_report([run_folder(tmp_path_factory.mktemp("sick"), lines)]).path
 
 

@@ -1,4 +1,4 @@
-"""The front of the command line: what it imports, and what it says."""
+"""The front of the command line: light commands import nothing heavy, and help and mistakes say the right form."""
 
 import inspect
 from pathlib import Path
@@ -30,10 +30,11 @@ LIGHT_COMMANDS = (
 
 def test_an_unknown_benchmark_is_refused_before_a_plan_is_made() -> None:
     with pytest.raises(DataError, match="unknown benchmark 'gsm9k'; did you mean 'gsm8k'"):
-        train("quickstart", ["evaluation.benchmarks=[gsm9k]"], None, None, dry_run=True, gpus=None, tiny=False)
+        train("quickstart", ["evaluation.benchmarks=[gsm9k]"], arm=None, run=None, dry_run=True, gpus=None, tiny=False)
 
 
-def text_of(*arguments: str, cwd: Path) -> str:
+def output_of(*arguments: str, cwd: Path) -> str:
+    """What a command prints, with single blanks and no frames."""
     result = jackpot(*arguments, cwd=cwd)
     assert result.returncode == 0, result.stderr
     return " ".join(result.stdout.replace("│", " ").split())
@@ -54,33 +55,45 @@ from jackpot.ui.lazy import load
 load(compare), load(diagnose)
 print("torch" in sys.modules)
 """
-    done = run(program)
-    expected = [f"{arguments} []\n" for arguments in HELP]
-    expected += [f"{arguments} {list(SETTINGS)}\n" for arguments in LIGHT_COMMANDS]
-    assert done.stdout == "".join([*expected, "False\n"]), done.stderr
+
+    process = run(program)
+
+    expected_lines = [f"{arguments} []\n" for arguments in HELP]
+    expected_lines += [f"{arguments} {list(SETTINGS)}\n" for arguments in LIGHT_COMMANDS]
+
+    assert process.stdout == "".join([*expected_lines, "False\n"]), process.stderr
 
 
 @pytest.mark.parametrize("package", ["typer", "pyarrow"])  # of all commands, and of this one
 def test_without_the_extra_the_command_says_what_to_install(package: str) -> None:
-    done = run(without([package]) + "from jackpot.__main__ import main; main()", "report", ".")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"{package} is blocked" in done.stderr and "pip install -c constraints.txt '.[train]'" in done.stderr
+    process = run(without([package]) + "from jackpot.__main__ import main; main()", "report", ".")
+
+    assert process.returncode == 1
+    assert "Traceback" not in process.stderr
+    assert f"{package} is blocked" in process.stderr
+    assert "pip install -c constraints.txt '.[train]'" in process.stderr
 
 
 def test_an_error_of_our_own_package_keeps_its_traceback() -> None:
-    done = run(without(["nothing"]) + "sys.modules['jackpot.ui.cli'] = None\nfrom jackpot.__main__ import main; main()")
-    assert "Traceback" in done.stderr and "pip install" not in done.stderr
+    process = run(
+        without(["nothing"]) + "sys.modules['jackpot.ui.cli'] = None\nfrom jackpot.__main__ import main; main()"
+    )
+    assert "Traceback" in process.stderr
+    assert "pip install" not in process.stderr
 
 
 def test_an_unknown_command_gets_the_nearest_name_and_the_list(tmp_path: Path) -> None:
     result = jackpot("trian", cwd=tmp_path)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
+
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
     assert "unknown command 'trian'; did you mean 'train'?" in result.stderr
-    assert "compare, " in result.stderr and "simulate" in result.stderr
+    assert "compare, " in result.stderr
+    assert "simulate" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "form"),
+    ("arguments", "message"),
     [
         (
             ("train", "quickstart", "--iterations", "20"),
@@ -94,28 +107,30 @@ def test_an_unknown_command_gets_the_nearest_name_and_the_list(tmp_path: Path) -
         (("train", "quickstart", "seed=1", "seed=2", "lam=1"), "seed was given twice; the last one counts"),
     ],
 )
-def test_a_mistake_in_options_says_the_right_form(arguments: tuple[str, ...], form: str, tmp_path: Path) -> None:
+def test_a_mistake_in_options_says_the_right_form(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     result = jackpot(*arguments, cwd=tmp_path)
-    assert result.returncode == 2 and form in result.stderr, result.stderr
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr, result.stderr
 
 
 def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
-    assert text_of("--version", cwd=tmp_path).startswith("jackpot 0.")
+    assert output_of("--version", cwd=tmp_path).startswith("jackpot 0.")
 
 
 def test_every_command_has_a_help_text_and_every_option_one(tmp_path: Path) -> None:
-    listed = text_of("--help", cwd=tmp_path)
+    overview = output_of("--help", cwd=tmp_path)
     assert sorted(command.__name__.rpartition(".")[2] for command in cli.COMMANDS) == COMMANDS
+
     for name in COMMANDS:
-        typed = "eval" if name == "evaluate" else name
-        assert typed in listed
+        typed_name = "eval" if name == "evaluate" else name
+        assert typed_name in overview
         for parameter in inspect.signature(getattr(getattr(cli, name), name)).parameters.values():
             assert parameter.annotation.__metadata__[0].help, f"{name} {parameter.name}"
 
 
 def test_the_help_names_units_formats_and_defaults_of_the_code(tmp_path: Path) -> None:
-    compare, replay = text_of("compare", "--help", cwd=tmp_path), text_of("replay", "--help", cwd=tmp_path)
+    compare, replay = output_of("compare", "--help", cwd=tmp_path), output_of("replay", "--help", cwd=tmp_path)
     assert all(unit in compare for unit in UNITS)
     assert all(name in replay for name in [AUTO, *FORMATS])
-    assert f"default {MAX_TOKENS:,}" in text_of("report", "--help", cwd=tmp_path)
-    assert f"default {PROMPTS}" in text_of("simulate", "--help", cwd=tmp_path)
+    assert f"default {MAX_TOKENS:,}" in output_of("report", "--help", cwd=tmp_path)
+    assert f"default {PROMPTS}" in output_of("simulate", "--help", cwd=tmp_path)

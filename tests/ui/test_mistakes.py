@@ -6,7 +6,7 @@ import pytest
 
 from helpers.programs import run, without
 
-MISTAKES = {
+MISTAKES = {  # what is typed, and words of the answer
     "train quickstart policy.path=nowhere/a/b": "policy: there is no model folder nowhere/a/b",
     "train quickstart rollout_model.path=MINE/OTHER": "rollout_model: there is no folder MINE/OTHER here",
     "train quickstart policy.path=starter:polcy --dry-run": "did you mean 'policy'",
@@ -28,12 +28,12 @@ import io, sys
 from contextlib import redirect_stderr
 from jackpot.ui.cli import main
 for typed in sys.argv[1:]:
-    sys.argv, said = ["jackpot", *typed.split()], io.StringIO()
+    sys.argv, errors = ["jackpot", *typed.split()], io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(errors):
             main()
     except SystemExit as end:
-        print(end.code, *said.getvalue().replace("│", " ").split(), flush=True)
+        print(end.code, *errors.getvalue().replace("│", " ").split(), flush=True)
 """
 
 
@@ -41,9 +41,12 @@ def test_mistakes_are_said_before_torch_and_leave_nothing(tmp_path: Path, monkey
     (tmp_path / ".hidden").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # no hub
-    done = run(without(["torch", "transformers"]) + PROGRAM, *MISTAKES)
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(MISTAKES), done.stderr
-    for line, (typed, words) in zip(lines, MISTAKES.items(), strict=True):
-        assert line.startswith("2 ") and words in line, (typed, line)
+
+    process = run(without(["torch", "transformers"]) + PROGRAM, *MISTAKES)
+    lines = process.stdout.splitlines()
+
+    assert len(lines) == len(MISTAKES), process.stderr
+    for line, (command, words) in zip(lines, MISTAKES.items(), strict=True):
+        assert line.startswith("2 "), (command, line)
+        assert words in line, (command, line)
     assert [path.name for path in tmp_path.iterdir()] == [".hidden"]

@@ -318,97 +318,107 @@ def type_line(line: str, folder: Path, refused: Refused) -> CompletedProcess[str
         (folder / source).rename(folder / target)
         line = refused.line
 
-    line, _, printed = line.partition(" | ")
+    line, _, expected_word = line.partition(" | ")
     words = shlex.split(line.removeprefix("jackpot "))
     environment = dict(word.split("=") for word in words if re.match("[A-Z_]+=", word))
     with pytest.MonkeyPatch.context() as patch:
         if refused.absent:
             patch.setitem(sys.modules, refused.absent, None)
-        done = jackpot(*words[len(environment) :], cwd=folder, **environment)
+        process = jackpot(*words[len(environment) :], cwd=folder, **environment)
 
-    assert not done.returncode or not printed, done.stderr
-    assert printed in done.stdout, (line, done.stdout)
-    return done
+    assert not process.returncode or not expected_word, process.stderr
+    assert expected_word in process.stdout, (line, process.stdout)
+    return process
 
 
-def has(package: str) -> bool:
+def is_installed(package: str) -> bool:
     return not package or importlib.util.find_spec(package) is not None
 
 
-def params(rows: list[Refused]) -> list:
+def parameters_of(rows: list[Refused]) -> list:
+    """The index of each row as a parameter, with the marks that it needs and its line as the name."""
     marks = (
         [
             *([pytest.mark.slow] if row.slow else []),
-            pytest.mark.skipif(not has(row.needs), reason=f"{row.needs} is not installed"),
+            pytest.mark.skipif(not is_installed(row.needs), reason=f"{row.needs} is not installed"),
         ]
         for row in rows
     )
     return [
-        pytest.param(number, marks=of_row, id=row.line)
-        for number, (row, of_row) in enumerate(zip(rows, marks, strict=True))
+        pytest.param(index, marks=row_marks, id=row.line)
+        for index, (row, row_marks) in enumerate(zip(rows, marks, strict=True))
     ]
 
 
 @cache
-def message_of(number: int, files: Path) -> str:
-    refused = REFUSED[number]
+def message_of(index: int, files: Path) -> str:
+    """The error of a refused line, which is typed once for all tests."""
+    refused = REFUSED[index]
     with TemporaryDirectory() as folder:
-        done = type_line(refused.line, copytree(files, Path(folder) / "files"), refused)
-    assert done.returncode == 2 and done.stderr.startswith("error: "), (done.returncode, done.stderr)
-    return done.stderr.strip()
+        process = type_line(refused.line, copytree(files, Path(folder) / "files"), refused)
+    assert process.returncode == 2, (process.returncode, process.stderr)
+    assert process.stderr.startswith("error: "), (process.returncode, process.stderr)
+    return process.stderr.strip()
 
 
-@pytest.mark.parametrize("number", params(REFUSED))
-def test_every_remedy_of_a_refused_line_works(number: int, files: Path, tmp_path: Path) -> None:
-    refused, message = REFUSED[number], message_of(number, files)
+@pytest.mark.parametrize("index", parameters_of(REFUSED))
+def test_every_remedy_of_a_refused_line_works(index: int, files: Path, tmp_path: Path) -> None:
+    refused, message = REFUSED[index], message_of(index, files)
+
     for remedy, line in remedies_of(message, refused.remedies):
-        typed = remedy.expand(line)
+        typed_line = remedy.expand(line)
         folder = copytree(files, tmp_path / str(len(list(tmp_path.iterdir()))))
         type_line(refused.line, folder, refused)  # the remedy works where the line was refused
-        done = type_line(typed, folder, refused)
-        assert done.returncode == 0, f"{message}\n{remedy[0]!r} was typed as {typed!r}:\n{done.stderr}"
+        process = type_line(typed_line, folder, refused)
+        assert process.returncode == 0, f"{message}\n{remedy[0]!r} was typed as {typed_line!r}:\n{process.stderr}"
 
 
 def test_without_a_kernel_the_eager_head_reads() -> None:
     device = torch.device("cuda:99")
     pytest.importorskip("triton")
+
     with pytest.raises(ConfigError) as error:
         tile_reader("triton", device)
+
     remedy = re.search(r"use head_kernel: (\w+)$", str(error.value))
-    assert remedy and "Triton runs no kernel here" in str(error.value)
+    assert remedy
+    assert "Triton runs no kernel here" in str(error.value)
     assert tile_reader(remedy[1], device).name == "eager"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has("ray"), reason="ray is not installed")
+@pytest.mark.skipif(not is_installed("ray"), reason="ray is not installed")
 def test_fewer_ranks_or_engines_have_room() -> None:
-    few, many = (
-        resolve("quickstart", None, [ON_RAY, "placement.timeout=9", "placement.engines=1", f"placement.ranks={ranks}"])
-        for ranks in (1, 2)
-    )
-    with mock.patch.dict(os.environ), _cluster(few) as ray:
+    overrides = [ON_RAY, "placement.timeout=9", "placement.engines=1"]
+    small_config = resolve("quickstart", None, [*overrides, "placement.ranks=1"])
+    large_config = resolve("quickstart", None, [*overrides, "placement.ranks=2"])
+
+    with mock.patch.dict(os.environ), _cluster(small_config) as ray:
         with pytest.raises(ConfigError, match="Ray has no room for 2 ranks and 1 engines") as error:
-            _placement_group(ray, many)
+            _placement_group(ray, large_config)
 
         remedy = re.search(r"lower placement\.(ranks) or placement\.(engines)$", str(error.value))
         assert remedy
         for name in remedy.groups():
-            placement = many.placement.model_copy(update={name: getattr(many.placement, name) - 1})
-            group = _placement_group(ray, many.model_copy(update={"placement": placement}))
+            placement = large_config.placement.model_copy(update={name: getattr(large_config.placement, name) - 1})
+            group = _placement_group(ray, large_config.model_copy(update={"placement": placement}))
             ray.util.remove_placement_group(group)
 
 
 def test_every_refusal_stands_in_the_table(files: Path) -> None:
-    seen = [number for number, row in enumerate(REFUSED) if row.slow != "refusal" and has(row.needs)]
-    said = [message_of(number, files) for number in seen]
+    indices = [index for index, row in enumerate(REFUSED) if row.slow != "refusal" and is_installed(row.needs)]
+    messages = [message_of(index, files) for index in indices]
     config, launch = PACKAGE / "config", PACKAGE / "launch"
-    files = [
+    sources = [
         *(config / name for name in ("recipes/__init__.py", "recipes/listing.py", "published.py", "reference.py")),
         *(launch / name for name in ("head_kernel.py", "ray.py")),
         *(PACKAGE / "ui").rglob("*.py"),
     ]
-    unsaid = [text for text in sorted(texts_of(files)) if " " in text and not is_provoked(text, said)]
-    unseen = [start for package, starts in NEEDS.items() if not has(package) for start in starts]
-    missing = [text for text in unsaid if not text.startswith((*NOT_HERE, *unseen))]
-    assert not missing, missing
-    assert all(any(text.startswith(start) for text in unsaid) for start in NOT_HERE)
+
+    texts = [text for text in sorted(texts_of(sources)) if " " in text]
+    unprovoked_texts = [text for text in texts if not is_provoked(text, messages)]
+    unseen_starts = [start for package, starts in NEEDS.items() if not is_installed(package) for start in starts]
+    missing_texts = [text for text in unprovoked_texts if not text.startswith((*NOT_HERE, *unseen_starts))]
+
+    assert not missing_texts, missing_texts
+    assert all(any(text.startswith(start) for text in unprovoked_texts) for start in NOT_HERE)

@@ -28,41 +28,48 @@ HOSTILE = (
 UI = Path(jackpot.__file__).parent / "ui"
 
 
-def assert_harmless(shown: str, text: str) -> None:
+def assert_harmless(output: str, text: str) -> None:
     """Only rich's own sequences, for colors and the cursor, are left, and markup stands there as typed."""
-    own = re.sub(r"\r?\x1b\[[0-9;?]*[mhlAK]", "", shown)
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", own)
-    assert printable(text) in own
+    text_without_own_sequences = re.sub(r"\r?\x1b\[[0-9;?]*[mhlAK]", "", output)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text_without_own_sequences)
+    assert printable(text) in text_without_own_sequences
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=repr)
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_hostile_text_is_shown_and_does_nothing(text: str, is_terminal: bool) -> None:
-    def shown() -> Console:
+    def new_console() -> Console:
         return Console(file=io.StringIO(), force_terminal=is_terminal, width=200)
 
-    line, table, tables, bars, doing = (shown() for _ in range(5))
-    print_line(line, f"Run folder: {text}")
-    show_table(table, text, (text, "other"), [(text, text)])
-    note = Table(title=text, columns=("a", "b"), rows=((text, text),), note=text)
-    show_tables(tables, [Section(title="", intro="", items=(note,))])
-    with progress(bars) as going:
-        going.update(text, 1, 2, {text: text}, is_due=True)
-    with status(doing, text) as show:
+    line_console, table_console, tables_console, bars_console, status_console = (new_console() for _ in range(5))
+
+    print_line(line_console, f"Run folder: {text}")
+    show_table(table_console, text, (text, "other"), [(text, text)])
+    table = Table(title=text, columns=("a", "b"), rows=((text, text),), note=text)
+    show_tables(tables_console, [Section(title="", intro="", items=(table,))])
+    with progress(bars_console) as bars:
+        bars.update(text, 1, 2, {text: text}, is_due=True)
+    with status(status_console, text) as show:
         show(text)
-    for console in (line, table, tables, bars, doing):
+
+    for console in (line_console, table_console, tables_console, bars_console, status_console):
         assert_harmless(console.file.getvalue(), text)
 
 
 def test_line_breaks_and_tabs_stay() -> None:
-    assert printable("a\n\tb é ⟨") == plain("a\n\tb é ⟨").plain == "a\n\tb é ⟨"
+    text = "a\n\tb é ⟨"
+    assert printable(text) == text
+    assert plain(text).plain == text
 
 
 def test_an_error_with_a_hostile_path_is_shown_as_it_is(tmp_path: Path) -> None:
     path = "runs/[/]x\x1b]0;owned\x07\x1b[2J[bold]"
     error = typed("diagnose", path, cwd=tmp_path).stderr
-    assert "\x1b]0;" not in error and "\x1b[2J" not in error
+
+    assert "\x1b]0;" not in error
+    assert "\x1b[2J" not in error
     assert "runs/[/]x⟨1B⟩]0;owned⟨07⟩⟨1B⟩[2J[bold]" in error
+
     record = logging.makeLogRecord({"msg": "server said %s", "args": ("\x1b[2J",)})
     assert PrintableFormatter().format(record) == "server said ⟨1B⟩[2J"
     assert isinstance(logging.lastResort.formatter, PrintableFormatter)
@@ -70,5 +77,5 @@ def test_an_error_with_a_hostile_path_is_shown_as_it_is(tmp_path: Path) -> None:
 
 def test_all_text_of_the_terminal_goes_through_one_place() -> None:
     """rich.Text keeps escapes, and a bare string is read as markup."""
-    others = [path for path in UI.rglob("*.py") if path.name != "output.py"]
-    assert not [path.name for path in others if re.search(r"rich\.(text|markup) import", path.read_text())]
+    other_paths = [path for path in UI.rglob("*.py") if path.name != "output.py"]
+    assert not [path.name for path in other_paths if re.search(r"rich\.(text|markup) import", path.read_text())]

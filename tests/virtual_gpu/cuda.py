@@ -22,7 +22,7 @@ class Waits:
     """Counts what stops the host until the device is done, by what it is and where it is asked for."""
 
     def __init__(self) -> None:
-        self._seen: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def note(self, kind: str, what: str) -> None:
         """Note a wait, or as a "hazard" that pinned memory was written before its copy was done."""
@@ -36,15 +36,15 @@ class Waits:
             frame = frame.f_back
         text = f"{what} at {' < '.join(lines)}"
         if kind == "wait":
-            self._seen[text] += 1
+            self._counts[text] += 1
         else:
             with Path(os.environ["VIRTUAL_GPU_HAZARDS"]).open("a") as file:
                 file.write(text + "\n")
 
     def take(self) -> Counter[str]:
         """Return what has been seen, and forget it."""
-        seen, self._seen = self._seen, Counter()
-        return seen
+        counts, self._counts = self._counts, Counter()
+        return counts
 
 
 waits = Waits()
@@ -74,12 +74,12 @@ class StreamContext:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._before = device.current_stream()
+        self._last_stream = device.current_stream()
         if self._stream is not None:
             device.set_stream(self._stream.stream_id)
 
     def __exit__(self, *_: object) -> None:
-        device.set_stream(self._before)
+        device.set_stream(self._last_stream)
 
 
 class CUDAGraph:
@@ -120,10 +120,10 @@ def _properties(name: Any = None) -> types.SimpleNamespace:
 
 
 def _exchange(index: int) -> int:
-    before = device.current_device()
+    last_device = device.current_device()
     if index >= 0:
         device.set_device(index)
-    return before
+    return last_device
 
 
 FUNCTIONS = {

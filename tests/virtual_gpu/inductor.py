@@ -81,13 +81,13 @@ def not_built() -> dict[str, str]:
     cases: dict[str, Callable[[], object]] = {name: partial(_attend, *row) for name, row in ROWS.items()}
     cases["codes and scales"] = _quantize
     _let_torch_compile()
-    failed = {}
+    errors = {}
     for name, build in cases.items():
         try:
             build()
         except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"
-    return failed
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def _attend(heads: int, key_heads: int, size: int, longest: int, window: int | None, dtype: torch.dtype) -> None:
@@ -101,9 +101,9 @@ def _attend(heads: int, key_heads: int, size: int, longest: int, window: int | N
 
 def _quantize() -> None:
     """Raise what keeps the formula from being compiled; its codes are not those of torch, for nothing is launched."""
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         quantize(torch.ones(300, 400, device=CUDA), FP8_TOKEN_BLOCKS)
-    [message] = [str(told.message) for told in seen if "dozen kernels" in str(told.message)]
+    [message] = [str(caught.message) for caught in caught_warnings if "dozen kernels" in str(caught.message)]
     if "are not those of torch's operators" not in message:
         raise RuntimeError(message)

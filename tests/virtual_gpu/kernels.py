@@ -89,17 +89,17 @@ class Sequences:
     def __call__(self, is_causal: bool, left: int | None, right: int | None, scale: float) -> Iterator[tuple[Any, ...]]:
         """Yield of each sequence its queries and keys as slices, and the scores, [heads, queries, keys]."""
         left, right = (None, 0) if is_causal else (left, right)
-        for of_query, of_key in zip(*map(pairwise, self._ends), strict=True):
-            q, k = slice(*of_query), slice(*of_key)
+        for query_span, key_span in zip(*map(pairwise, self._ends), strict=True):
+            q, k = slice(*query_span), slice(*key_span)
             queries, keys = q.stop - q.start, k.stop - k.start
-            apart = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]  # aligned at the last key
-            hidden = torch.zeros_like(apart, dtype=torch.bool)
+            distances = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]  # aligned at the last key
+            is_hidden = torch.zeros_like(distances, dtype=torch.bool)
             if right is not None and right >= 0:
-                hidden |= apart > right
+                is_hidden |= distances > right
             if left is not None and left >= 0:
-                hidden |= apart < -left
+                is_hidden |= distances < -left
             scores = scale * self.by_head(self.query[q]) @ self.by_head(self.key[k]).mT
-            yield q, k, scores.masked_fill(hidden, -torch.inf)
+            yield q, k, scores.masked_fill(is_hidden, -torch.inf)
 
     def by_head(self, states: Tensor) -> Tensor:
         """Return states [tokens, heads, size] as [query heads, tokens, size]."""
@@ -130,8 +130,8 @@ def _flash_forward(
     for q, k, scores in sequences(is_causal, window_size_left, window_size_right, scale):
         log_sums[:, q] = scores.logsumexp(-1)
         out[q] = (scores.softmax(-1) @ sequences.by_head(sequences.value[k])).transpose(0, 1)
-    rest = (torch.zeros(2, dtype=torch.int64), torch.empty(0), torch.empty(0))  # state of the dropout, a mask
-    return tuple(_quietly_on(query, tensor) for tensor in (out.to(query.dtype), log_sums, *rest))
+    unused_results = (torch.zeros(2, dtype=torch.int64), torch.empty(0), torch.empty(0))  # state of the dropout, a mask
+    return tuple(_quietly_on(query, tensor) for tensor in (out.to(query.dtype), log_sums, *unused_results))
 
 
 def _flash_backward(
@@ -156,27 +156,29 @@ def _flash_backward(
 ) -> tuple[Tensor, ...]:
     calls["flash backward"] += 1
     sequences = Sequences(query, key, value, cu_query, cu_key, (longest_query, longest_key))
-    by_head, of_out = sequences.by_head, device.host_alias(gradient).float()
+    by_head = sequences.by_head
+    out_gradients = device.host_alias(gradient).float()
     gradients = [torch.zeros_like(states) for states in (sequences.query, sequences.key, sequences.value)]
 
-    def of_keys(states: Tensor) -> Tensor:  # the sum over the query heads that share a key head
+    def summed_by_key_head(states: Tensor) -> Tensor:
+        """Sum over the query heads that share a key head."""
         return states.transpose(0, 1).unflatten(1, (-1, sequences.groups)).sum(2)
 
     for q, k, scores in sequences(is_causal, window_size_left, window_size_right, scale):
-        weights, of_rows = scores.softmax(-1), of_out[q].transpose(0, 1)
-        of_weights = of_rows @ by_head(sequences.value[k]).mT
-        of_scores = scale * weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
-        gradients[0][q] += (of_scores @ by_head(sequences.key[k])).transpose(0, 1)
-        gradients[1][k] += of_keys(of_scores.mT @ by_head(sequences.query[q]))
-        gradients[2][k] += of_keys(weights.mT @ of_rows)
+        weights, row_gradients = scores.softmax(-1), out_gradients[q].transpose(0, 1)
+        weight_gradients = row_gradients @ by_head(sequences.value[k]).mT
+        score_gradients = scale * weights * (weight_gradients - (weight_gradients * weights).sum(-1, keepdim=True))
+        gradients[0][q] += (score_gradients @ by_head(sequences.key[k])).transpose(0, 1)
+        gradients[1][k] += summed_by_key_head(score_gradients.mT @ by_head(sequences.query[q]))
+        gradients[2][k] += summed_by_key_head(weights.mT @ row_gradients)
     return tuple(_quietly_on(query, states.to(query.dtype)) for states in gradients)
 
 
 def _quietly_on(like: Tensor, tensor: Tensor) -> Tensor:
     """Return a tensor of the host on the device, without a copy for which the host would wait."""
-    made = torch.empty_like(tensor, device=like.device)
-    device.host_alias(made).copy_(tensor)
-    return made
+    copy = torch.empty_like(tensor, device=like.device)
+    device.host_alias(copy).copy_(tensor)
+    return copy
 
 
 # Products of FP8 by blocks

@@ -70,9 +70,9 @@ def _updates() -> Iterator[tuple[str, float]]:
     learner = _learner()
     steps = [micro_batches(SAMPLES, BATCHES[3], seed=0, epoch=0)]
     yield "prepass of old log-probs", _count(partial(learner.compute_old_log_probs, steps))
-    plain = plain_batches([sample.rollout for sample in SAMPLES], BATCHES[1], seed=0)
+    score_batches = plain_batches([sample.rollout for sample in SAMPLES], BATCHES[1], seed=0)
     sampling = make_requests(1, 12, 9, TINY_VOCABULARY)[0].sampling
-    yield "score of a micro-batch", _count(partial(learner.score, "policy", plain, sampling))
+    yield "score of a micro-batch", _count(partial(learner.score, "policy", score_batches, sampling))
 
 
 def _decoding() -> Iterator[tuple[str, float]]:

@@ -11,25 +11,25 @@ from virtual_gpu.cuda import waits
 CUDA = torch.device("cuda")
 
 
-def on(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def gpu_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(CUDA, dtype)
 
 
-a, b = on(4, 5), torch.randn(4, 5)
+a, b = gpu_tensor(4, 5), torch.randn(4, 5)  # `a` is on the GPU, `b` on the CPU
 pinned = b.pin_memory()
-half = on(4, 5, dtype=torch.bfloat16)
-scalar, base = on(), on(4)
-weight = on(3, 5)
-parameter = torch.nn.Parameter(on(3))
+half = gpu_tensor(4, 5, dtype=torch.bfloat16)
+scalar, base = gpu_tensor(), gpu_tensor(4)
+weight = gpu_tensor(3, 5)
+parameter = torch.nn.Parameter(gpu_tensor(3))
 
 ids = torch.tensor([0, 2])
-ids_there = ids.to(CUDA)
+gpu_ids = ids.to(CUDA)
 integers = torch.ones(4, dtype=torch.int64).to(CUDA)
 square = integers[:, None] * integers
 column = torch.zeros(4, 1, dtype=torch.int64)
 
 
-def captured(work: Callable[[], object]) -> None:
+def capture(work: Callable[[], object]) -> None:
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         work()
 
@@ -43,9 +43,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "gather with an index of the CPU": lambda: a.gather(1, column),
     "scatter with an index of the CPU": lambda: a.clone().scatter_(1, column, 0.0),
     "index_select with an index of the CPU": lambda: a.index_select(0, ids),
-    "index of the GPU into the CPU": lambda: b[ids_there],
+    "index of the GPU into the CPU": lambda: b[gpu_ids],
     "index_put of values of the CPU": lambda: a.clone().__setitem__(ids, b[:2]),
-    "index_add of the CPU": lambda: a.clone().index_add_(0, ids_there, b[:2]),
+    "index_add of the CPU": lambda: a.clone().index_add_(0, gpu_ids, b[:2]),
     "embedding with ids of the CPU": lambda: F.embedding(ids, a),
     "linear with a weight of the CPU": lambda: F.linear(a, torch.randn(3, 5)),
     "mm with out of the CPU": lambda: torch.mm(a, a.t(), out=torch.empty(4, 4)),
@@ -59,8 +59,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "numpy": lambda: a.numpy(),
     "gradient of the CPU": lambda: setattr(parameter, "grad", torch.zeros(3)),
     "addmm of fp16 and bf16": lambda: torch.addmm(a[:, :4].half(), half, half.t(), out_dtype=torch.float32),
-    "item during capture": lambda: captured(lambda: a.sum().item()),
-    "nonzero during capture": lambda: captured(lambda: a.nonzero()),
+    "item during capture": lambda: capture(lambda: a.sum().item()),
+    "nonzero during capture": lambda: capture(lambda: a.nonzero()),
 }
 
 
@@ -71,10 +71,11 @@ def autocast() -> None:
 
 def backward_of_a_view() -> None:
     leaf = base.clone().requires_grad_()
-    other = leaf * 1.0
-    other[1:].mul_(2.0)
-    other.sum().backward()
-    assert leaf.grad is not None and leaf.grad.is_cuda
+    double = leaf * 1.0
+    double[1:].mul_(2.0)
+    double.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.is_cuda
 
 
 layer = torch.nn.Linear(5, 2).to(CUDA)
@@ -88,7 +89,7 @@ LEGAL: dict[str, tuple[Callable[[], object], int]] = {  # with the number of wai
     "comparison with a number of the CPU": (lambda: a > torch.tensor(0.0), 0),
     "index of the CPU": (lambda: a[ids], 1),
     "index of a list": (lambda: a[[0, 2]], 1),
-    "index of the GPU": (lambda: a[ids_there], 0),
+    "index of the GPU": (lambda: a[gpu_ids], 0),
     "slice set to a number": (lambda: a.clone().__setitem__(slice(0, 2), 0.0), 0),
     "mask set to a number": (lambda: a.clone().__setitem__(a > 0, 0.0), 0),
     "masked_fill by a number of the GPU": (lambda: a.masked_fill(a > 0, scalar), 1),
@@ -146,10 +147,10 @@ def graph_values() -> list[list[float]]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         double.copy_(x.add_(1) * 2)
-    captured = [x.tolist(), double.tolist()]
+    captured_values = [x.tolist(), double.tolist()]
     graph.replay()
     graph.replay()
-    return [*captured, x.tolist(), double.tolist()]
+    return [*captured_values, x.tolist(), double.tolist()]
 
 
 def pinned_values() -> tuple[list[float], list[float]]:
@@ -158,8 +159,8 @@ def pinned_values() -> tuple[list[float], list[float]]:
     copy = source.to(CUDA, non_blocking=True)
     source.zero_()
     torch.cuda.synchronize()
-    back = torch.empty(2, pin_memory=True)
-    back.copy_(copy, non_blocking=True)
-    early = back.tolist()
+    host_copy = torch.empty(2, pin_memory=True)
+    host_copy.copy_(copy, non_blocking=True)
+    early_values = host_copy.tolist()
     torch.cuda.synchronize()
-    return early, back.tolist()
+    return early_values, host_copy.tolist()

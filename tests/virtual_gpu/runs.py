@@ -49,6 +49,8 @@ def _train_on_two_ranks(recipe: str, overrides: list[str], folder: Path) -> None
     recipe, _, arm = recipe.partition(":")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
     command += ["jackpot", "train", recipe, *(["--arm", arm] if arm else []), *overrides, "--run", str(folder)]
-    ended = subprocess.run(command, env=os.environ | {"VIRTUAL_GPUS": "2"}, capture_output=True, text=True, timeout=300)
-    if ended.returncode:
-        raise RuntimeError(ended.stdout[-2000:] + ended.stderr[-4000:])
+    process = subprocess.run(
+        command, env=os.environ | {"VIRTUAL_GPUS": "2"}, capture_output=True, text=True, timeout=300
+    )
+    if process.returncode:
+        raise RuntimeError(process.stdout[-2000:] + process.stderr[-4000:])

@@ -1,5 +1,6 @@
-"""What a first run on a GPU would trip over, on a GPU that the CPU plays."""
+"""What a first run on a GPU would trip over, on a GPU that the CPU plays: refusals, waits, numbers and whole runs."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ def test_a_machine_that_cannot_have_it_is_told_why(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build.torch.version, "cuda", None)
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.setattr(build, "TRIED", {build.torch.__version__.partition("+")[0]})
+
     assert build.obstacle() == "there is no g++"
+
     monkeypatch.setattr(build, "TRIED", {"0.1"})
     assert "was tried with torch 0.1, not with" in build.obstacle()
+
     monkeypatch.setattr(build.torch.version, "cuda", "13.0")
     assert "is built for CUDA 13.0" in build.obstacle()
 
@@ -47,8 +51,10 @@ def test_a_graph_replays_and_its_capture_computes_nothing(gpu: VirtualGpu) -> No
 
 
 def test_copies_from_and_to_pinned_memory_end_at_a_wait(gpu: VirtualGpu) -> None:
-    early, late = gpu("mixes.pinned_values")
-    assert all(value != value for value in early) and late == [1.0, 1.0]
+    early_values, late_values = gpu("mixes.pinned_values")
+
+    assert all(map(math.isnan, early_values))
+    assert late_values == [1.0, 1.0]
     assert len(gpu.hazards()) == 1
 
 
@@ -61,6 +67,7 @@ def test_inductor_builds_the_kernels_that_runs_ask_for(tmp_path: Path, monkeypat
     if reason := build.obstacle():
         pytest.skip(reason)
     monkeypatch.delenv("TRITON_INTERPRET")
+
     process = VirtualGpu(build.build(), tmp_path)
     try:
         assert process("inductor.not_built") == {}
@@ -69,20 +76,26 @@ def test_inductor_builds_the_kernels_that_runs_ask_for(tmp_path: Path, monkeypat
 
 
 def test_the_host_waits_no_more_often_than_the_table_says(gpu: VirtualGpu) -> None:
-    most, counts = yaml.safe_load((HERE / "waits.yaml").read_text()), gpu("measures.counts")
-    assert counts.keys() == most.keys()
-    assert {name: count for name, count in counts.items() if count > most[name]} == {}
+    limits = yaml.safe_load((HERE / "waits.yaml").read_text())
+    counts = gpu("measures.counts")
+
+    assert counts.keys() == limits.keys()
+    assert {name: count for name, count in counts.items() if count > limits[name]} == {}
     assert gpu.hazards() == []
 
 
 def test_correct_reports_a_shift_one_call_later_and_never_waits(gpu: VirtualGpu) -> None:
-    (first_waits, first), (later_waits, later), (last_waits, last) = gpu("signs.waits_and_errors")
-    assert first_waits == later_waits == last_waits == []
-    assert first == "" and "shifted by a token" in later and "(an earlier call)" in later
-    assert "(an earlier call)" in last  # of the second call, whose tensors were shifted too
+    (first_waits, first_error), (later_waits, later_error), (last_waits, last_error) = gpu("signs.waits_and_errors")
+
+    assert [first_waits, later_waits, last_waits] == [[], [], []]
+    assert first_error == ""
+    assert "shifted by a token" in later_error
+    assert "(an earlier call)" in later_error
+    assert "(an earlier call)" in last_error  # of the second call, whose tensors were shifted too
 
 
 def cases() -> Iterator[Any]:
+    """Each run of runs.yaml with its group; slow where `make test-all` has it."""
     for group in ("equal", "flex", "resumed", "two_ranks", "rounded"):
         for name in RUNS[group]:
             yield pytest.param(group, name, id=name, marks=[pytest.mark.slow] * (name in RUNS["in_test_all"]))
@@ -92,6 +105,9 @@ def cases() -> Iterator[Any]:
 def test_a_run_takes_the_steps_that_it_takes_on_a_cpu(gpu: VirtualGpu, tmp_path: Path, group: str, name: str) -> None:
     if "head_kernel=triton" in RUNS[group][name]:
         pytest.importorskip("triton")
-    differing, waits = gpu("runs.compare", group, name, tmp_path)
-    assert gpu.hazards() == [] and (waits > 0 or group == "two_ranks")
-    assert group == "rounded" or differing == []
+
+    differing_metrics, waits = gpu("runs.compare", group, name, tmp_path)
+
+    assert gpu.hazards() == []
+    assert waits > 0 or group == "two_ranks"
+    assert group == "rounded" or differing_metrics == []

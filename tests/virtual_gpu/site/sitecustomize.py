@@ -8,7 +8,8 @@ from types import ModuleType
 from typing import Any
 
 DEVICE = PathFinder.find_spec("virtual_device")  # now: multiprocessing gives its children another path
-assert DEVICE and DEVICE.loader
+assert DEVICE
+assert DEVICE.loader
 
 
 class Finder:
@@ -18,7 +19,8 @@ class Finder:
         if name != "torch":
             return None
         spec = PathFinder.find_spec(name)
-        assert spec and spec.loader
+        assert spec
+        assert spec.loader
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
