@@ -78,27 +78,21 @@ class Law:
             p, q = (model(ids).logits[0, -1].double().softmax(-1).numpy() for model in self._models)
             accepted_mass = np.minimum(q, p / self._lam)
             missing_mass = np.maximum(p - accepted_mass, 0.0)
-            self._known[response] = [
-                p,
-                q,
-                accepted_mass,
-                (1.0 - accepted_mass.sum()) * missing_mass / missing_mass.sum(),
-            ]
+            replaced_mass = (1.0 - accepted_mass.sum()) * missing_mass / missing_mass.sum()
+            self._known[response] = [p, q, accepted_mass, replaced_mass]
         return self._known[response]
 
     def prob(self, response: tuple[int, ...], start: int = 0, drafts_left: int = 0) -> float:
-        """Return the probability of the tokens from `start` on, of which `drafts_left` more are drafts of the current pass."""
+        """Return the probability of the tokens from `start` on; the current pass has `drafts_left` drafts of them."""
         if start == LENGTH:
             return 1.0
         p, _, accepted, replaced = (
             probabilities[response[start]] for probabilities in self.distributions(response[:start])
         )
-        with_next_pass = self.prob(response, start + 1, min(self._tokens, LENGTH - start - 2))  # the next pass
-        return (
-            accepted * self.prob(response, start + 1, drafts_left - 1) + replaced * with_next_pass
-            if drafts_left > 0
-            else p * with_next_pass
-        )
+        with_next_pass = self.prob(response, start + 1, min(self._tokens, LENGTH - start - 2))
+        if drafts_left == 0:
+            return p * with_next_pass
+        return accepted * self.prob(response, start + 1, drafts_left - 1) + replaced * with_next_pass
 
 
 @pytest.mark.parametrize(("tokens", "lam"), [(3, 1.0), (2, 0.5)])

@@ -54,6 +54,16 @@ class TestDraftedVLLMEngine(QueueConformance, NumberConformance):
         return drafted_engine(folder, draft, version)[0]
 
 
+VOCAB, LENGTH, PROMPT = 4, 4, replace(tiny_prompt(3), token_ids=(2, 0, 3))
+
+
+def save_without_eos(folder: Path, model: PreTrainedModel) -> Path:
+    """Save a model that never ends a response."""
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
 def tokens_of(rollouts: list[Rollout]) -> dict[str, list[int]]:
     return {rollout.uid: rollout.token_ids.tolist() for rollout in rollouts}
 
@@ -86,16 +96,6 @@ def test_responses_at_the_contexts_end_ignore_their_batch(folder, tmp_path):
     }
 
 
-VOCAB, LENGTH, PROMPT = 4, 4, replace(tiny_prompt(3), token_ids=(2, 0, 3))
-
-
-def save_without_eos(folder: Path, model: PreTrainedModel) -> Path:
-    """Save a model that never ends a response."""
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-    return folder
-
-
 @torch.no_grad()
 def test_responses_have_the_policys_exact_distribution(tmp_path):
     """The first token comes from the prompt, the other three are drafts of one pass where all are accepted."""
@@ -124,6 +124,7 @@ def test_responses_have_the_policys_exact_distribution(tmp_path):
     observed_classes, expected_classes = (
         [*counts[is_common], counts[~is_common].sum()] for counts in (observed, exact_probs * count)
     )
+
     assert chisquare(observed_classes, expected_classes).pvalue > 1e-3
     assert 0.2 < engine.take_metrics()["draft/acceptance"] < 0.95
 
@@ -170,5 +171,6 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path):
         save_without_eos(tmp_path / "policy", tiny_model(0)),
         save_without_eos(tmp_path / "draft", tiny_model(0, vocab_size=30)),
     )
+
     with pytest.raises(EngineError, match="vocabulary"):
         drafted_engine(policy, draft)
