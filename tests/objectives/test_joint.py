@@ -79,11 +79,11 @@ class Case:
             gather_ids=self.batch.top_ids[self.mask],
         )
 
-    def scores(self, *, current=False, normalizer="topk", distill="forward"):
+    def scores(self, *, is_current=False, normalizer="topk", distill="forward"):
         return token_scores(
             self.head(),
             self.batch,
-            torch.as_tensor(current).expand(B, T),
+            torch.as_tensor(is_current).expand(B, T),
             self.lam,
             normalizer,
             DISTILLATIONS[distill] if distill else None,
@@ -127,8 +127,8 @@ def rollout_objective(**changes):
 
 def surrogate(ratio, advantage, low, high):
     """(S, dS / d log p_new)"""
-    clipped = min(max(ratio, 1.0 - low), 1.0 + high)
-    value = min(ratio * advantage, clipped * advantage)
+    clipped_ratio = min(max(ratio, 1.0 - low), 1.0 + high)
+    value = min(ratio * advantage, clipped_ratio * advantage)
     return value, ratio * advantage if value == ratio * advantage else 0.0
 
 
@@ -141,12 +141,12 @@ def test_scores_lie_at_their_tokens_and_are_zero_elsewhere():
     scores = case.scores(distill="reverse")
     log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
     p, q = np.exp(log_p), np.exp(log_q)
-    chosen = case.ids[case.mask].numpy()
-    rows = np.arange(len(chosen))
+    chosen_ids = case.ids[case.mask].numpy()
+    rows = np.arange(len(chosen_ids))
 
-    expected = {
-        "log_probs": log_p[rows, chosen],
-        "rollout_model_log_probs": log_q[rows, chosen],
+    expected_scores = {
+        "log_probs": log_p[rows, chosen_ids],
+        "rollout_model_log_probs": log_q[rows, chosen_ids],
         "entropy": -(p * log_p).sum(-1),
         "rollout_model_entropy": -(q * log_q).sum(-1),
         "kl_policy_rollout": (p * (log_p - log_q)).sum(-1),
@@ -156,7 +156,7 @@ def test_scores_lie_at_their_tokens_and_are_zero_elsewhere():
         "policy_top_ids": np.argsort(-log_p, -1)[:, :K],
     }
 
-    for name, expected_values in expected.items():
+    for name, expected_values in expected_scores.items():
         score = getattr(scores, name).detach()
         np.testing.assert_allclose(score[case.mask].numpy(), expected_values, rtol=RTOL, err_msg=name)
         assert (score[~case.mask] == 0).all(), name
@@ -164,16 +164,16 @@ def test_scores_lie_at_their_tokens_and_are_zero_elsewhere():
 
 def test_z_uses_fill_ins_only_of_weights_still_in_training():
     case = Case()
-    current = torch.zeros(B, T, dtype=torch.bool)
-    current[0] = True
+    is_current = torch.zeros(B, T, dtype=torch.bool)
+    is_current[0] = True
 
-    z = case.scores(current=current).z
+    z = case.scores(is_current=is_current).z
 
     log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
     for n, (row, t) in enumerate(case.mask.nonzero().tolist()):
         rollout_ids = case.batch.top_ids[row, t].tolist()
         kept_masses = [min(math.exp(case.log_inf[row, t, x]), math.exp(log_p[n, x]) / case.lam) for x in rollout_ids]
-        if current[row, t]:
+        if is_current[row, t]:
             fill_in_ids = [x for x in np.argsort(-log_p[n])[:K] if x not in rollout_ids]
             kept_masses += [min(math.exp(log_q[n, x]), math.exp(log_p[n, x]) / case.lam) for x in fill_in_ids]
 
@@ -182,7 +182,7 @@ def test_z_uses_fill_ins_only_of_weights_still_in_training():
 
 def test_the_exact_normaliser_is_the_sum_over_the_vocabulary():
     case = Case()
-    z = case.scores(current=True, normalizer="exact").z
+    z = case.scores(is_current=True, normalizer="exact").z
     q, p = np.exp(case.log_softmax("rollout_model")), np.exp(case.log_softmax("policy"))
     np.testing.assert_allclose(z.value[case.mask].numpy(), np.minimum(q, p / case.lam).sum(-1), rtol=RTOL)
     assert torch.equal(z.lower, z.upper)
@@ -190,14 +190,14 @@ def test_the_exact_normaliser_is_the_sum_over_the_vocabulary():
 
 def test_the_exact_normaliser_refuses_tokens_of_other_weights():
     case = Case()
-    current = torch.ones(B, T, dtype=torch.bool)
-    current[0, 1] = current[1, 1] = False  # the second is masked and does not count
+    is_current = torch.ones(B, T, dtype=torch.bool)
+    is_current[0, 1] = is_current[1, 1] = False  # the second is masked and does not count
 
     with pytest.raises(ValueError, match="1 of 8 tokens were not sampled from the weights"):
-        check_exact(current, case.mask)
+        check_exact(is_current, case.mask)
 
-    current[0, 1] = True
-    check_exact(current, case.mask)
+    is_current[0, 1] = True
+    check_exact(is_current, case.mask)
 
 
 def test_the_exact_normaliser_refuses_a_head_without_z():
@@ -217,9 +217,9 @@ def test_a_policy_alone_is_its_own_rollout_model(lam):
         num_top=V,
         gather_ids=case.batch.top_ids[case.mask],
     )
-    everywhere = torch.ones(B, T, dtype=torch.bool)
+    all_current = torch.ones(B, T, dtype=torch.bool)
 
-    scores = token_scores(policy_head, case.batch, everywhere, lam, "exact", None)
+    scores = token_scores(policy_head, case.batch, all_current, lam, "exact", None)
 
     assert torch.equal(scores.rollout_model_log_probs, scores.log_probs.detach())
     assert scores.log_probs.requires_grad
@@ -235,7 +235,7 @@ def test_a_policy_alone_is_its_own_rollout_model(lam):
         case.batch, top_ids=case.batch.top_ids[..., :0], top_log_probs=case.batch.top_log_probs[..., :0]
     )
     blind_head = replace(policy_head, gathered=policy_head.gathered[:, :0])
-    blind_z = token_scores(blind_head, blind_batch, everywhere, lam, "topk", None).z
+    blind_z = token_scores(blind_head, blind_batch, all_current, lam, "topk", None).z
 
     np.testing.assert_allclose(blind_z.lower[case.mask].numpy(), np.minimum(p, p / lam).sum(-1), rtol=RTOL)
 
@@ -338,11 +338,11 @@ def test_a_trust_region_follows_the_sign_of_the_advantages():
     expected_mask = []
     for n, (row, t) in enumerate(case.mask.nonzero().tolist()):
         p, inf = np.exp(log_p[n]), case.log_inf[row, t].exp().numpy()
-        listed = case.batch.top_ids[row, t].numpy()
-        rest_difference = abs((1 - p[listed].sum()) - (1 - inf[listed].sum()))
-        variation = (np.abs(p[listed] - inf[listed]).sum() + rest_difference) / 2
-        chosen, advantage = case.ids[row, t].item(), case.batch.advantages[row, t].item()
-        expected_mask.append(float(variation <= 0.45 or (p[chosen] - inf[chosen]) * advantage < 0))
+        listed_ids = case.batch.top_ids[row, t].numpy()
+        rest_difference = abs((1 - p[listed_ids].sum()) - (1 - inf[listed_ids].sum()))
+        variation = (np.abs(p[listed_ids] - inf[listed_ids]).sum() + rest_difference) / 2
+        token, advantage = case.ids[row, t].item(), case.batch.advantages[row, t].item()
+        expected_mask.append(float(variation <= 0.45 or (p[token] - inf[token]) * advantage < 0))
 
     assert loss.correction.accept_mask[case.mask].tolist() == expected_mask
     assert {0.0, 1.0} == set(expected_mask)
@@ -360,14 +360,16 @@ def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
     metrics, trace = reported(settings, loss)
 
     ratio = (scores.log_probs - anchor.old_log_probs).exp().tolist()
-    accepted, weights = trace["accept_mask"].tolist(), trace["weights"].tolist()
+    accept_mask, weights = trace["accept_mask"].tolist(), trace["weights"].tolist()
     advantages = case.batch.advantages.tolist()
     rows = []
     for row in range(B):
         tokens = [t for t in range(T) if case.mask[row, t]]
         values = [surrogate(ratio[row][t], advantages[row][t], low=0.2, high=0.3)[0] for t in tokens]
-        losses = -math.fsum(accepted[row][t] * weights[row][t] * value for t, value in zip(tokens, values, strict=True))
-        counts = len(tokens) if count == "proposed" else math.fsum(accepted[row][t] for t in tokens)
+        losses = -math.fsum(
+            accept_mask[row][t] * weights[row][t] * value for t, value in zip(tokens, values, strict=True)
+        )
+        counts = len(tokens) if count == "proposed" else math.fsum(accept_mask[row][t] for t in tokens)
         rows.append((losses, counts))
 
     if aggregate == "seq-mean-token-mean":
@@ -485,9 +487,9 @@ def test_the_rollout_model_divides_by_proposed_tokens(aggregate):
         case.anchor(),
         MAX_LENGTH,
     )
-    expected = {"token-mean": 8, "seq-mean-token-mean": 3, "seq-mean-token-sum-norm": B * MAX_LENGTH}[aggregate]
+    expected_count = {"token-mean": 8, "seq-mean-token-mean": 3, "seq-mean-token-sum-norm": B * MAX_LENGTH}[aggregate]
 
-    assert loss.metrics["rollout_model/loss"].count.item() == expected
+    assert loss.metrics["rollout_model/loss"].count.item() == expected_count
 
 
 def test_a_rollout_model_out_of_training_has_no_loss_or_metric():
@@ -511,7 +513,7 @@ def test_the_mismatch_is_of_all_tokens_before_any_correction():
     old_log_probs = anchor.old_log_probs[case.mask].numpy()
     old_minus_new = old_log_probs - scores.log_probs.detach()[case.mask].numpy()
     log_p, log_q = case.log_softmax("policy"), case.log_softmax("rollout_model")
-    expected = {
+    expected_metrics = {
         "policy/approx_kl_k1": old_minus_new.mean(),
         "policy/approx_kl_k3": (np.exp(-old_minus_new) - 1 + old_minus_new).mean(),
         "policy/approx_kl_weighted": (np.exp(old_log_probs - rollout_log_probs) * old_minus_new).mean(),
@@ -524,7 +526,7 @@ def test_the_mismatch_is_of_all_tokens_before_any_correction():
         "rollout_model/entropy": -(np.exp(log_q) * log_q).sum(-1).mean(),
     }
 
-    assert {name: metrics[name].value.item() for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert {name: metrics[name].value.item() for name in expected_metrics} == pytest.approx(expected_metrics, rel=1e-9)
 
 
 def test_the_largest_advantage_is_of_before_and_after_rejection():
@@ -534,19 +536,19 @@ def test_the_largest_advantage_is_of_before_and_after_rejection():
     settings = objective()
     loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
     metrics, trace = reported(settings, loss)
-    largest = max(advantages[index].item() for index in sampled_indices)
+    largest_advantage = max(advantages[index].item() for index in sampled_indices)
 
-    assert metrics["policy/largest_advantage"].value.item() == largest
+    assert metrics["policy/largest_advantage"].value.item() == largest_advantage
 
-    largest_kept = max(advantages[index].item() for index in sampled_indices if trace["accept_mask"][index])
-    assert metrics["policy/largest_kept_advantage"].value.item() == largest_kept
+    largest_kept_advantage = max(advantages[index].item() for index in sampled_indices if trace["accept_mask"][index])
+    assert metrics["policy/largest_kept_advantage"].value.item() == largest_kept_advantage
 
     settings = objective(lam=1e6)
     loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
     rejected_metrics, _ = reported(settings, loss)
 
     assert rejected_metrics["policy/largest_kept_advantage"].value.item() == 0.0
-    assert rejected_metrics["policy/largest_advantage"].value.item() == largest
+    assert rejected_metrics["policy/largest_advantage"].value.item() == largest_advantage
 
 
 def test_the_clipped_share_counts_tokens_without_gradient():
@@ -583,9 +585,14 @@ def test_the_trace_holds_what_the_loss_used():
     assert torch.equal(trace["policy_top_ids"], scores.policy_top_ids)
 
 
-@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def mask_like(mask, values):
+    """The mask [B, T] in the shape of values [B, T] or [B, T, K]."""
+    return mask if values.dim() == 2 else mask[..., None].expand_as(values)
+
+
+@pytest.mark.parametrize("garbage_value", [math.nan, math.inf])
 @pytest.mark.parametrize("proximal", ["old", "new", "rollout"])
-def test_values_at_unsampled_tokens_change_no_loss_or_gradient(garbage, proximal):
+def test_values_at_unsampled_tokens_change_no_loss_or_gradient(garbage_value, proximal):
     """Padding and tool tokens are ignored in top-k lists, uniforms and Z."""
     case, anchor = Case(seed=11), Case(seed=11).anchor()
 
@@ -599,10 +606,11 @@ def test_values_at_unsampled_tokens_change_no_loss_or_gradient(garbage, proximal
 
     clean_loss, *clean_gradients = loss_and_gradients(case.batch)
 
-    floats = {name: getattr(case.batch, name) for name in ("uniforms", "top_log_probs")}
-    soiled_loss, *soiled_gradients = loss_and_gradients(
-        replace(case.batch, **{name: torch.where(_like(case.mask, x), x, garbage) for name, x in floats.items()})
-    )
+    float_columns = {name: getattr(case.batch, name) for name in ("uniforms", "top_log_probs")}
+    soiled_columns = {
+        name: torch.where(mask_like(case.mask, values), values, garbage_value) for name, values in float_columns.items()
+    }
+    soiled_loss, *soiled_gradients = loss_and_gradients(replace(case.batch, **soiled_columns))
 
     assert clean_loss.policy.item() == soiled_loss.policy.item()
     assert clean_loss.rollout_model.item() == soiled_loss.rollout_model.item()
@@ -610,7 +618,3 @@ def test_values_at_unsampled_tokens_change_no_loss_or_gradient(garbage, proximal
 
     metrics_of_both = (reported(objective(proximal=proximal), loss)[0] for loss in (clean_loss, soiled_loss))
     assert_equal_sums(*metrics_of_both)
-
-
-def _like(mask, values):
-    return mask if values.dim() == 2 else mask[..., None].expand_as(values)

@@ -11,6 +11,7 @@ from jackpot.objectives.losses import LOSS_AGG_MODES, SURROGATES, clipped_surrog
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 RTOL = 1e-12
+MAX_LENGTH = 11  # the longest response that the settings allow
 
 
 def surrogate_and_slope(ratio, advantage, clip_low=0.2, clip_high=0.3):
@@ -110,16 +111,16 @@ def sequence_objective(name, log_probs, proximal, advantage, low, high):
             sign * min(sign * token_ratio, sign * token_ratio.clamp(1.0 - low, 1.0 + high), key=torch.Tensor.item)
             for token_ratio in ratios
         ]
-        clipped = [
+        clip_marks = [
             bool(advantage != 0 and token_ratio != ratio)
             for token_ratio, ratio in zip(kept_ratios, ratios, strict=True)
         ]
-        return torch.stack(kept_ratios).prod() ** (1.0 / len(log_probs)) * advantage, clipped
+        return torch.stack(kept_ratios).prod() ** (1.0 / len(log_probs)) * advantage, clip_marks
     # arXiv 2506.13585 eqs. 4 and 5
-    bounded = [min(max(token_ratio, 1.0 - low), 1.0 + high) for token_ratio in ratios.tolist()]
-    terms = [bound * advantage * log_prob for bound, log_prob in zip(bounded, log_probs, strict=True)]
-    clipped = [bound != token_ratio for bound, token_ratio in zip(bounded, ratios.tolist(), strict=True)]
-    return torch.stack(terms).mean(), clipped
+    bounded_ratios = [min(max(token_ratio, 1.0 - low), 1.0 + high) for token_ratio in ratios.tolist()]
+    terms = [bound * advantage * log_prob for bound, log_prob in zip(bounded_ratios, log_probs, strict=True)]
+    clip_marks = [bound != token_ratio for bound, token_ratio in zip(bounded_ratios, ratios.tolist(), strict=True)]
+    return torch.stack(terms).mean(), clip_marks
 
 
 @pytest.mark.parametrize(("low", "high"), [(LOW, HIGH), (math.inf, math.inf), (1.5, 0.0)])
@@ -136,12 +137,12 @@ def test_the_mean_of_a_response_is_the_papers_equation(name, low, high):
     for row, token_mask in enumerate(MASK):
         if token_mask.any():
             response_log_probs = log_probs.detach()[row, token_mask].requires_grad_()
-            value, clipped = sequence_objective(
+            value, clip_marks = sequence_objective(
                 name, response_log_probs, proximal[row, token_mask], advantages[row, 0].item(), low, high
             )
             (expected_gradient[row, token_mask],) = torch.autograd.grad(value, response_log_probs)
             assert means[row].item() == pytest.approx(value.item(), rel=RTOL)
-            assert result.clipped[row, token_mask].tolist() == clipped
+            assert result.clipped[row, token_mask].tolist() == clip_marks
 
     torch.testing.assert_close(gradient, expected_gradient, rtol=RTOL, atol=1e-15)
 
@@ -190,43 +191,45 @@ def random_losses(seed=0):
     """Losses that are 0 where nothing counts, a row without tokens, and the weight of each token in the denominator."""
     generator = torch.Generator().manual_seed(seed)
     losses = torch.randn(5, 7, generator=generator, dtype=torch.float64)
-    counted = torch.rand(5, 7, generator=generator, dtype=torch.float64)
-    counted[counted < 0.3] = 0.0
-    counted[3] = 0.0
-    return torch.where(counted > 0, losses, 0.0), counted
+    token_weights = torch.rand(5, 7, generator=generator, dtype=torch.float64)
+    token_weights[token_weights < 0.3] = 0.0
+    token_weights[3] = 0.0
+    return torch.where(token_weights > 0, losses, 0.0), token_weights
 
 
-def aggregate_by_loops(name, losses, counted, max_length):
+def aggregate_by_loops(name, losses, token_weights, max_length):
     """Return the numerator and the denominator of an aggregate."""
-    rows = list(zip(losses.tolist(), counted.tolist(), strict=True))
+    rows = list(zip(losses.tolist(), token_weights.tolist(), strict=True))
     if name == "token-mean":
-        return sum(map(sum, losses.tolist())), sum(map(sum, counted.tolist()))
+        return sum(map(sum, losses.tolist())), sum(map(sum, token_weights.tolist()))
     if name == "seq-mean-token-sum-norm":
         return sum(map(sum, losses.tolist())), len(rows) * max_length
-    present = [(sum(row), sum(counts)) for row, counts in rows if sum(counts) > 0]
-    return sum(loss / count for loss, count in present), len(present)
+    filled_rows = [(sum(row), sum(counts)) for row, counts in rows if sum(counts) > 0]
+    return sum(loss / count for loss, count in filled_rows), len(filled_rows)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-@pytest.mark.parametrize("weights", ["mask", "coins", "expected"])
-def test_an_aggregate_is_what_its_loop_says(name, weights, seed):
-    losses, counted = random_losses(seed)
-    counted = counted if weights == "expected" else (counted > 0).to(losses.dtype)
-    if weights == "coins":  # a row of which every token was rejected
-        counted[1], losses[1] = 0.0, 0.0
+@pytest.mark.parametrize("weight_kind", ["mask", "coins", "expected"])
+def test_an_aggregate_is_what_its_loop_says(name, weight_kind, seed):
+    losses, token_weights = random_losses(seed)
+    token_weights = token_weights if weight_kind == "expected" else (token_weights > 0).to(losses.dtype)
+    if weight_kind == "coins":  # a row of which every token was rejected
+        token_weights[1], losses[1] = 0.0, 0.0
 
-    numerator, denominator = LOSS_AGG_MODES[name](losses, counted, 11)
-    expected = aggregate_by_loops(name, losses, counted, 11)
+    numerator, denominator = LOSS_AGG_MODES[name](losses, token_weights, MAX_LENGTH)
+    expected_terms = aggregate_by_loops(name, losses, token_weights, MAX_LENGTH)
 
-    assert (numerator.item(), float(denominator)) == pytest.approx(expected, rel=RTOL)
+    assert (numerator.item(), float(denominator)) == pytest.approx(expected_terms, rel=RTOL)
 
 
 @pytest.mark.parametrize("name", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_numerators_and_denominators_add_up_over_micro_batches(name):
-    losses, counted = random_losses()
-    whole_terms = LOSS_AGG_MODES[name](losses, counted, 11)
-    batch_terms = [LOSS_AGG_MODES[name](losses[rows], counted[rows], 11) for rows in (slice(0, 2), slice(2, 5))]
+    losses, token_weights = random_losses()
+    whole_terms = LOSS_AGG_MODES[name](losses, token_weights, MAX_LENGTH)
+    batch_terms = [
+        LOSS_AGG_MODES[name](losses[rows], token_weights[rows], MAX_LENGTH) for rows in (slice(0, 2), slice(2, 5))
+    ]
     term_sums = [float(sum(column)) for column in zip(*batch_terms, strict=True)]
     assert term_sums == pytest.approx([float(term) for term in whole_terms], rel=RTOL)
 
@@ -239,4 +242,5 @@ def test_nothing_counted_gives_zero_and_a_finite_gradient(name):
 
     assert numerator.item() == 0.0
     assert losses.grad.isfinite().all()
+    # two responses times the longest length of 4
     assert float(denominator) == (8.0 if name == "seq-mean-token-sum-norm" else 0.0)

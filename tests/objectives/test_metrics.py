@@ -44,6 +44,7 @@ def scene(rows=6, width=70, seed=0):
 
 
 def log_ratios(inputs):
+    """log rho of the sampled tokens, 0 elsewhere."""
     return torch.where(inputs.response_mask, inputs.target_log_probs - inputs.rollout_log_probs, 0.0)
 
 
@@ -58,7 +59,8 @@ def groups_of(inputs, advantages):
     return {name: [tuple(index) for index in indices] for name, indices in groups.items()}
 
 
-def approx(values):
+def mean_of(values):
+    """Something that equals the mean up to rounding, and NaN if there are no values."""
     return pytest.approx(np.mean(values) if len(values) else math.nan, rel=1e-10, abs=1e-14, nan_ok=True)
 
 
@@ -67,9 +69,9 @@ def test_bands_of_positions_end_names_as_documented():
 
 
 def test_every_column_is_averaged_by_sign_and_position():
-    inputs, advantages, clipped = scene()
+    inputs, advantages, clip_mask = scene()
     correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="none").apply(inputs, {})
-    metrics = correction_metrics(correction, inputs, LAM, clipped, {})
+    metrics = correction_metrics(correction, inputs, LAM, clip_mask, {})
 
     factor = correction.weights * correction.accept_mask
     ratio = log_ratios(inputs).exp()
@@ -79,7 +81,7 @@ def test_every_column_is_averaged_by_sign_and_position():
         "correction/weight": factor,
         "correction/clip_frac": correction.capped.double(),
         "correction/clip_frac_c2": correction.capped_c2.double(),
-        "policy/clip_frac": clipped.double(),
+        "policy/clip_frac": clip_mask.double(),
     }
 
     groups = groups_of(inputs, advantages)
@@ -90,7 +92,7 @@ def test_every_column_is_averaged_by_sign_and_position():
                 continue
             entry = metrics[column + group]
             assert entry.count.item() == len(indices), column + group
-            assert entry.value.item() == approx([values[index].item() for index in indices]), column + group
+            assert entry.value.item() == mean_of([values[index].item() for index in indices]), column + group
             variance = np.var([values[index].item() for index in indices]) if indices else math.nan
             assert entry.variance.item() == pytest.approx(variance, rel=1e-8, abs=1e-13, nan_ok=True)
 
@@ -101,12 +103,12 @@ def test_every_column_is_averaged_by_sign_and_position():
 
 
 def test_kappa_and_the_largest_columns_are_of_sampled_tokens():
-    inputs, advantages, clipped = scene()
+    inputs, advantages, clip_mask = scene()
     correction = make_correction("obrs", lam=LAM, c1=C1, c2=1.0, mask="sampled", kappa="prepass")
     totals = correction.measure(inputs)
     result = correction.apply(inputs, totals)
 
-    metrics = correction_metrics(result, inputs, LAM, clipped, totals)
+    metrics = correction_metrics(result, inputs, LAM, clip_mask, totals)
 
     indices = groups_of(inputs, advantages)[""]
     ratio, z = log_ratios(inputs).exp(), inputs.z.value
@@ -119,14 +121,14 @@ def test_kappa_and_the_largest_columns_are_of_sampled_tokens():
     largest_z = min(1.0, 1.0 / LAM)  # no true Z is above it
     excess_marks = [(kappa - 2.0 * error) * z[index].item() > largest_z + 1e-6 for index in indices]
 
-    assert metrics["obrs/kappa_z_above_1"].value.item() == approx(excess_marks)
+    assert metrics["obrs/kappa_z_above_1"].value.item() == mean_of(excess_marks)
     assert 0.0 < metrics["obrs/kappa_z_above_1"].value < 1.0
     assert LAM != 1.0
     assert error > 0.01
 
-    largest = max((result.weights * result.accept_mask)[index].item() for index in indices)
-    assert metrics["correction/weight_max"].value.item() == largest
-    assert largest > 0.0
+    largest_weight = max((result.weights * result.accept_mask)[index].item() for index in indices)
+    assert metrics["correction/weight_max"].value.item() == largest_weight
+    assert largest_weight > 0.0
     assert metrics["policy/largest_advantage"].value.item() == max(abs(advantages[index].item()) for index in indices)
 
     kept_advantages = [abs(advantages[index].item()) for index in indices if result.accept_mask[index]]
@@ -160,7 +162,7 @@ def test_effective_sizes_are_of_tokens_prefixes_and_responses():
     )
     assert metrics["mismatch/sequence_ess"].count.item() == len(response_log_ratios)
     assert len(response_log_ratios) == 5  # of six, one is empty
-    assert metrics["mismatch/sequence_log_ratio"].value.item() == approx(response_log_ratios)
+    assert metrics["mismatch/sequence_log_ratio"].value.item() == mean_of(response_log_ratios)
     assert metrics["mismatch/sequence_log_ratio"].variance.item() == pytest.approx(
         np.var(response_log_ratios), rel=1e-10
     )
@@ -182,7 +184,7 @@ def test_the_ratio_is_described_by_mean_tails_and_kls():
 
     log_values = wide_log_ratios[inputs.response_mask].tolist()
     ratios = [math.exp(log_value) for log_value in log_values]
-    expected = {
+    expected_values = {
         "ratio": ratios,
         "ratio_above_10": [ratio > 10.0 for ratio in ratios],
         "ratio_below_0.1": [ratio < 0.1 for ratio in ratios],
@@ -190,8 +192,8 @@ def test_the_ratio_is_described_by_mean_tails_and_kls():
         "kl_k3": [ratio - 1.0 - log_value for ratio, log_value in zip(ratios, log_values, strict=True)],
     }
 
-    for name, values in expected.items():
-        assert metrics[f"mismatch/{name}"].value.item() == approx(values), name
+    for name, values in expected_values.items():
+        assert metrics[f"mismatch/{name}"].value.item() == mean_of(values), name
     assert metrics["mismatch/ratio_max"].value.item() == pytest.approx(max(ratios), rel=1e-14)
     assert 0.0 < metrics["mismatch/ratio_above_10"].value < 1.0
     assert 0.0 < metrics["mismatch/ratio_below_0.1"].value < 1.0
@@ -204,9 +206,9 @@ def test_quantiles_of_the_log_ratio_are_numpys_within_bins(share):
     mask = torch.rand(50, 400, generator=draw) < 0.5
 
     quantile = mismatch(torch.where(mask, values, 0.0), mask)["mismatch/log_ratio"].quantile(share).item()
-    expected = np.quantile(values[mask].numpy(), share, method="inverted_cdf")
+    expected_quantile = np.quantile(values[mask].numpy(), share, method="inverted_cdf")
 
-    assert quantile == pytest.approx(expected, rel=0.015, abs=2e-6)
+    assert quantile == pytest.approx(expected_quantile, rel=0.015, abs=2e-6)
 
 
 def test_sums_of_two_micro_batches_are_those_of_both_together():
@@ -227,12 +229,12 @@ def test_ratios_of_e_to_the_400_leave_effective_sizes_finite():
 
 
 def test_a_batch_without_tokens_measures_nothing():
-    inputs, _, clipped = scene()
+    inputs, _, clip_mask = scene()
     empty_mask = torch.zeros_like(inputs.response_mask)
     inputs = replace(inputs, response_mask=empty_mask)
     correction = make_correction("tis", cap=C1).apply(inputs, {})
 
-    assert correction_metrics(correction, inputs, LAM, clipped, {})["correction/weight"].count == 0.0
+    assert correction_metrics(correction, inputs, LAM, clip_mask, {})["correction/weight"].count == 0.0
 
     metrics = mismatch(torch.zeros(empty_mask.shape), empty_mask)
     assert math.isnan(metrics["mismatch/sequence_ess"].value)
@@ -257,20 +259,27 @@ def test_health_counts_bad_tokens_and_empty_responses():
 
 
 def test_the_weighted_kl_of_an_update_is_exact_off_policy():
-    sampler = torch.tensor([0.125, 0.125, 0.25, 0.5], dtype=torch.float64)
-    old = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-    new = torch.tensor([0.2, 0.3, 0.3, 0.2], dtype=torch.float64)
+    sampler_probs = torch.tensor([0.125, 0.125, 0.25, 0.5], dtype=torch.float64)
+    old_probs = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    new_probs = torch.tensor([0.2, 0.3, 0.3, 0.2], dtype=torch.float64)
     token_ids = torch.tensor([[0, 1, 2, 2], [3, 3, 3, 3]])  # each token as often as the sampler draws it
-    update_log_ratios, log_ratios = (old / new).log()[token_ids], (old / sampler).log()[token_ids]
+    update_log_ratios, log_ratios = (
+        (old_probs / new_probs).log()[token_ids],
+        (old_probs / sampler_probs).log()[token_ids],
+    )
 
     metrics = {
         name: sums.value.item() for name, sums in update_kl(update_log_ratios, log_ratios, token_ids >= 0).items()
     }
 
-    exact_kl = (old * (old / new).log()).sum().item()
+    exact_kl = (old_probs * (old_probs / new_probs).log()).sum().item()
 
     assert exact_kl > 0.05
     assert metrics["policy/approx_kl_weighted"] == pytest.approx(exact_kl, rel=1e-12)
-    assert metrics["policy/approx_kl_k1"] == pytest.approx((sampler * (old / new).log()).sum().item(), rel=1e-12)
+    assert metrics["policy/approx_kl_k1"] == pytest.approx(
+        (sampler_probs * (old_probs / new_probs).log()).sum().item(), rel=1e-12
+    )
     assert metrics["policy/approx_kl_k1"] < -0.2
-    assert metrics["policy/approx_kl_k3"] == pytest.approx((sampler * (new / old - 1 - (new / old).log())).sum().item())
+    assert metrics["policy/approx_kl_k3"] == pytest.approx(
+        (sampler_probs * (new_probs / old_probs - 1 - (new_probs / old_probs).log())).sum().item()
+    )

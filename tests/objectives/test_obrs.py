@@ -18,10 +18,12 @@ from jackpot.objectives import obrs
 @few
 @given(pairs(), lams)
 def test_acceptance_is_the_ratio_over_lam_and_never_above_one(pair, lam):
-    expected, _, _ = enumerated(*pair, lam)
+    expected_acceptance, _, _ = enumerated(*pair, lam)
     acceptance = obrs.acceptance(*tensors(*pair), lam)
     sampled_ids = [index for index, q in enumerate(pair[0]) if q > -math.inf]
-    assert acceptance[sampled_ids].tolist() == pytest.approx([expected[index] for index in sampled_ids], rel=RTOL)
+    assert acceptance[sampled_ids].tolist() == pytest.approx(
+        [expected_acceptance[index] for index in sampled_ids], rel=RTOL
+    )
 
 
 def test_nothing_is_accepted_outside_both_supports():

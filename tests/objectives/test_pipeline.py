@@ -66,8 +66,8 @@ class Setting:
 
     def expected_gradient(self, objective, rollout_objective=None, num_top=VOCAB):
         """Average the loss's gradient over sequences of p_inf and acceptance masks; denominators are averaged alike."""
-        policy, rollout = tabular.weight_of(self.policy), tabular.weight_of(self.rollout)
-        old = tabular.weight_of(self.old)
+        policy_weight, rollout_weight = tabular.weight_of(self.policy), tabular.weight_of(self.rollout)
+        old_weight = tabular.weight_of(self.old)
         distill = rollout_objective.distill if rollout_objective else None
         mean_denominator = 0.0
         for sequence in self.world.sequences:
@@ -77,13 +77,13 @@ class Setting:
                 batch = tabular.batch_of(self.world, self.rollout, [sequence], rewards, uniforms, num_top)
                 sides = self.world, batch, [sequence]
                 lam = objective.correction.lam
-                anchor = OldLogProbs.of(tabular.scores_of(*sides, old, rollout, lam))
-                scores = tabular.scores_of(*sides, policy, rollout, lam, distill=distill)
+                anchor = OldLogProbs.of(tabular.scores_of(*sides, old_weight, rollout_weight, lam))
+                scores = tabular.scores_of(*sides, policy_weight, rollout_weight, lam, distill=distill)
                 loss = loss_of(objective, rollout_objective, batch, scores, anchor, self.world.horizon)
                 (sequence_probability * probability * (loss.policy + loss.rollout_model)).backward()
                 _, denominator = policy_loss(objective, loss.terms, loss.correction, self.world.horizon)
                 mean_denominator += sequence_probability * probability * denominator.item()
-        return policy.grad.numpy().T, rollout.grad, mean_denominator
+        return policy_weight.grad.numpy().T, rollout_weight.grad, mean_denominator
 
     def formula(self, coefficients):
         """- sum_s d_inf(s) sum_a coefficients(s, a) A_inf(s, a) grad log p(a|s): the gradient of a loss, [S, V]."""
@@ -117,10 +117,10 @@ def test_the_pipeline_follows_the_target_up_to_z(horizon, seed, lam, mask):
     gradient, _, _ = setting.expected_gradient(make_objective(lam=lam, mask=mask))
 
     z = setting.z(setting.policy, lam)
-    expected = setting.formula(z[:, None] * tabular.probabilities(setting.policy))
+    expected_gradient = setting.formula(z[:, None] * tabular.probabilities(setting.policy))
 
-    assert np.abs(expected).max() > 0.01
-    np.testing.assert_allclose(gradient, expected, rtol=0, atol=ATOL)
+    assert np.abs(expected_gradient).max() > 0.01
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
@@ -148,9 +148,9 @@ def test_longer_responses_are_not_the_on_policy_gradient():
     d = tabular.visits(setting.world, setting.policy)
     advantages = tabular.values(setting.world, setting.policy, setting.rewards)
     p, z = tabular.probabilities(setting.policy), setting.z(setting.policy, 1.0)
-    on_policy = -tabular.score_gradient(setting.world, setting.policy, (d * z)[:, None] * p * advantages)
+    on_policy_gradient = -tabular.score_gradient(setting.world, setting.policy, (d * z)[:, None] * p * advantages)
 
-    assert np.abs(gradient - on_policy).max() > 0.01
+    assert np.abs(gradient - on_policy_gradient).max() > 0.01
 
 
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
@@ -304,8 +304,8 @@ def test_distillation_is_the_kl_at_every_visited_state(distill):
 
     table = torch.from_numpy(setting.rollout.copy()).requires_grad_()
     log_q, log_p = table.log_softmax(-1), torch.from_numpy(np.log(tabular.probabilities(setting.policy)))
-    forward, reverse = log_p.exp() * (log_p - log_q), log_q.exp() * (log_q - log_p)
-    kl = (forward if distill == "forward" else reverse).sum(-1)
+    forward_kl, reverse_kl = log_p.exp() * (log_p - log_q), log_q.exp() * (log_q - log_p)
+    kl = (forward_kl if distill == "forward" else reverse_kl).sum(-1)
     d = torch.from_numpy(tabular.visits(setting.world, setting.rollout))
     (0.3 * (d * kl).sum()).backward()
 

@@ -48,7 +48,13 @@ def rows_of(inputs):
     for row, mask in enumerate(inputs.response_mask.tolist()):
         log_probs = inputs.rollout_log_probs[row].tolist(), inputs.target_log_probs[row].tolist()
         tokens = enumerate(zip(mask, *log_probs, strict=True))
-        rows.append([((row, t), target - wrote) for t, (is_there, wrote, target) in tokens if is_there])
+        rows.append(
+            [
+                ((row, t), target_log_prob - rollout_log_prob)
+                for t, (is_there, rollout_log_prob, target_log_prob) in tokens
+                if is_there
+            ]
+        )
     return rows
 
 
@@ -76,14 +82,14 @@ def band(low, high):
     return lambda rho: (rho, 1.0, False) if low <= rho <= high else (0.0, 0.0, True)
 
 
-def assert_outcomes(correction, expected):
+def assert_outcomes(correction, expected_outcomes):
     """Check {index: (weight, kept, capped)}, and that other entries are 0."""
     for at in torch.cartesian_prod(*map(torch.arange, correction.weights.shape)).tolist():
         at = tuple(at)
-        weight, is_kept, capped = expected.get(at, (0.0, 0.0, False))
+        weight, is_kept, is_capped = expected_outcomes.get(at, (0.0, 0.0, False))
         assert correction.weights[at].item() == pytest.approx(weight, rel=1e-10)
         assert correction.accept_mask[at].item() == is_kept
-        assert correction.capped[at].item() == capped
+        assert correction.capped[at].item() == is_capped
     assert not correction.capped_c2.any()
     assert correction.kappa.item() == 1.0
 
@@ -91,29 +97,29 @@ def assert_outcomes(correction, expected):
 @pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.9, 1.1), (0.0, 2.0), (1.0, 1.0)])
 def test_icepop_weighs_by_the_ratio_inside_its_band(low, high):
     inputs = spread_inputs()
-    expected = by_token(inputs, band(low, high))
-    assert_outcomes(make_correction("icepop", low=low, high=high).apply(inputs, {}), expected)
-    assert any(capped for *_, capped in expected.values())
+    expected_outcomes = by_token(inputs, band(low, high))
+    assert_outcomes(make_correction("icepop", low=low, high=high).apply(inputs, {}), expected_outcomes)
+    assert any(is_capped for *_, is_capped in expected_outcomes.values())
 
 
 @pytest.mark.parametrize("cap", [0.7, 1.0, 2.0])
 def test_drop_removes_tokens_above_the_cap(cap):
     inputs = spread_inputs()
-    expected = by_token(inputs, band(0.0, cap))
-    assert_outcomes(make_correction("drop", cap=cap).apply(inputs, {}), expected)
-    assert {is_kept for _, is_kept, _ in expected.values()} == {0.0, 1.0}
+    expected_outcomes = by_token(inputs, band(0.0, cap))
+    assert_outcomes(make_correction("drop", cap=cap).apply(inputs, {}), expected_outcomes)
+    assert {is_kept for _, is_kept, _ in expected_outcomes.values()} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("max_tv", [0.02, 0.1, math.inf])
 def test_ipo_weighs_by_the_ratio_where_p_moved_little(max_tv):
     inputs = spread_inputs()
-    expected = {}
+    expected_outcomes = {}
     for at, log_ratio in (pair for row in rows_of(inputs) for pair in row):
         is_far = abs(math.exp(log_ratio - 1.5) - math.exp(-1.5)) > max_tv
-        expected[at] = (0.0, 0.0, True) if is_far else (math.exp(log_ratio), 1.0, False)
+        expected_outcomes[at] = (0.0, 0.0, True) if is_far else (math.exp(log_ratio), 1.0, False)
 
-    assert_outcomes(make_correction("ipo", max_tv=max_tv).apply(inputs, {}), expected)
-    assert {is_kept for _, is_kept, _ in expected.values()} == ({1.0} if max_tv == math.inf else {0.0, 1.0})
+    assert_outcomes(make_correction("ipo", max_tv=max_tv).apply(inputs, {}), expected_outcomes)
+    assert {is_kept for _, is_kept, _ in expected_outcomes.values()} == ({1.0} if max_tv == math.inf else {0.0, 1.0})
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -121,9 +127,9 @@ def test_ipo_has_the_gradient_of_prime_rls_loss(advantage):
     """Its loss: minus the sum of keep * A * p_train / p_infer, whose mask reads the probabilities as they are."""
     inputs = spread_inputs()
     log_probs = inputs.target_log_probs.clone().requires_grad_()
-    keep = MASK & ((log_probs.detach().exp() - inputs.rollout_log_probs.exp()).abs() <= 0.1)
+    keep_mask = MASK & ((log_probs.detach().exp() - inputs.rollout_log_probs.exp()).abs() <= 0.1)
 
-    loss = -(keep * advantage * (log_probs - inputs.rollout_log_probs).exp()).sum()
+    loss = -(keep_mask * advantage * (log_probs - inputs.rollout_log_probs).exp()).sum()
     (gradient,) = torch.autograd.grad(loss, log_probs)
 
     correction = make_correction("ipo", max_tv=0.1).apply(inputs, {})  # PPO's ratio is 1, at the current policy
@@ -142,16 +148,16 @@ def test_a_ratio_on_the_edge_of_the_band_is_inside():
 @pytest.mark.parametrize("cap", [0.5, 1.0, 2.0])
 def test_seq_tis_weighs_by_the_capped_product_of_a_response(cap):
     inputs = spread_inputs()
-    expected = by_response(inputs, lambda log_r, n: (min(exp(log_r), cap), 1.0, exp(log_r) > cap))
-    assert_outcomes(make_correction("seq_tis", cap=cap).apply(inputs, {}), expected)
-    assert len({weight for weight, *_ in expected.values()}) > 1
+    expected_outcomes = by_response(inputs, lambda log_r, n: (min(exp(log_r), cap), 1.0, exp(log_r) > cap))
+    assert_outcomes(make_correction("seq_tis", cap=cap).apply(inputs, {}), expected_outcomes)
+    assert len({weight for weight, *_ in expected_outcomes.values()}) > 1
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 3.0), (0.3, 1.2), (1.05, math.inf)])
 def test_seq_mask_drops_whole_responses_by_the_product(low, high):
     inputs = spread_inputs()
-    expected = by_response(inputs, lambda log_r, n: band(low, high)(exp(log_r)))
-    assert_outcomes(make_correction("seq_mask", low=low, high=high).apply(inputs, {}), expected)
+    expected_outcomes = by_response(inputs, lambda log_r, n: band(low, high)(exp(log_r)))
+    assert_outcomes(make_correction("seq_mask", low=low, high=high).apply(inputs, {}), expected_outcomes)
 
 
 def test_a_lower_end_of_zero_drops_no_response():
@@ -170,10 +176,10 @@ def test_geometric_mask_drops_whole_responses_by_their_mean(low, high):
         is_inside = low <= exp(log_r / n) <= high
         return 1.0, float(is_inside), not is_inside
 
-    expected = by_response(inputs, rule)
+    expected_outcomes = by_response(inputs, rule)
 
-    assert {is_kept for _, is_kept, _ in expected.values()} == {0.0, 1.0}
-    assert_outcomes(make_correction("geo_mask", low=low, high=high).apply(inputs, {}), expected)
+    assert {is_kept for _, is_kept, _ in expected_outcomes.values()} == {0.0, 1.0}
+    assert_outcomes(make_correction("geo_mask", low=low, high=high).apply(inputs, {}), expected_outcomes)
 
 
 def test_the_geometric_mean_divides_by_sampled_tokens():
@@ -200,9 +206,9 @@ def by_smallest_before(inputs, rule):
 @pytest.mark.parametrize("cap", [0.5, 1.0, math.inf])
 def test_min_prefix_weighs_by_the_smallest_ratio_before(cap):
     inputs = spread_inputs()
-    expected = by_smallest_before(inputs, lambda log_w: (min(exp(log_w), cap), 1.0, exp(log_w) > cap))
-    assert_outcomes(make_correction("min_prefix", cap=cap).apply(inputs, {}), expected)
-    assert any(capped for *_, capped in expected.values()) == (cap < math.inf)
+    expected_outcomes = by_smallest_before(inputs, lambda log_w: (min(exp(log_w), cap), 1.0, exp(log_w) > cap))
+    assert_outcomes(make_correction("min_prefix", cap=cap).apply(inputs, {}), expected_outcomes)
+    assert any(is_capped for *_, is_capped in expected_outcomes.values()) == (cap < math.inf)
 
 
 def huge_outcomes():
@@ -240,14 +246,14 @@ def test_a_ratio_of_e_to_the_400_becomes_its_limit(name, settings, rule, dtype):
     assert correction.weights.isfinite().all()
     assert correction.accept_mask.isfinite().all()
 
-    expected = rule(
+    expected_outcomes = rule(
         replace(
             inputs,
             **{column: getattr(inputs, column).double() for column in ("rollout_log_probs", "target_log_probs")},
         )
     )
 
-    for at, (weight, is_kept, _) in expected.items():
+    for at, (weight, is_kept, _) in expected_outcomes.items():
         applied_weight = (correction.weights * correction.accept_mask)[at].item()
         assert applied_weight == pytest.approx(weight * is_kept, rel=1e-4, abs=1e-37)
 

@@ -36,21 +36,21 @@ def learner_with(estimate, kl_loss_coef=0.0, entropy_coeff=0.0, optimizer=LINEAR
     """Return a learner and its reference model."""
     objective = replace(policy_objective(), kl_loss_coef=kl_loss_coef, entropy_coeff=entropy_coeff)
     learner = make_learner(POLICY, ROLLOUT_MODEL, objective=objective, temperature=TEMPERATURE, optimizer=optimizer)
-    frozen = copy.deepcopy(FROZEN)
+    frozen_model = copy.deepcopy(FROZEN)
     if estimate:
         policy = learner.models["policy"]
-        learner._forward.reference = Reference(frozen, policy, estimate=estimate, temperature=TEMPERATURE)
-    return learner, frozen
+        learner._forward.reference = Reference(frozen_model, policy, estimate=estimate, temperature=TEMPERATURE)
+    return learner, frozen_model
 
 
 def kl_and_entropy_by_loops(policy, items, estimate):
     """Compute the mean KL to the reference and the mean entropy over the sampled tokens, with the policy's gradient."""
-    frozen = double(FROZEN)
+    frozen_model = double(FROZEN)
     kl, entropy, count = 0.0, 0.0, 0
     for item in items:
         p = vocabulary_log_probs(policy, item.rollout, TEMPERATURE)
         with torch.no_grad():
-            q = vocabulary_log_probs(frozen, item.rollout, TEMPERATURE)
+            q = vocabulary_log_probs(frozen_model, item.rollout, TEMPERATURE)
         for t, token in enumerate(item.rollout.token_ids.tolist()):
             log_ratio = q[t, token] - p[t, token]
             estimates = {
@@ -69,13 +69,13 @@ def without_advantage(items):
 def loss_without_regularizers(items):
     """Return the loss in float64 and the policy that it was computed with."""
     models = {"policy": double(POLICY), "rollout_model": double(ROLLOUT_MODEL)}
-    now = {role: double(model) for role, model in models.items()}
-    return reference_losses(now, models, items, temperature=TEMPERATURE)[0], now["policy"]
+    current_models = {role: double(model) for role, model in models.items()}
+    return reference_losses(current_models, models, items, temperature=TEMPERATURE)[0], current_models["policy"]
 
 
 @pytest.mark.parametrize(("estimate", "budget"), [("exact", 40), ("k2", 40), ("k3", 40), ("k3", 10_000)])
 def test_the_loss_and_gradient_hold_the_kl_to_the_reference(estimate, budget):
-    learner, frozen = learner_with(estimate, kl_loss_coef=0.7)
+    learner, frozen_model = learner_with(estimate, kl_loss_coef=0.7)
 
     (result,) = train(learner, batches(WRITTEN, budget=budget))
 
@@ -90,11 +90,13 @@ def test_the_loss_and_gradient_hold_the_kl_to_the_reference(estimate, budget):
     slope = gradient(regularized_loss, policy)
     assert result.metrics["policy/grad_norm"].value.item() == pytest.approx(slope.norm().item(), rel=1e-4)
 
-    first_step = flat(POLICY).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)  # AdamW's first step
-    assert_same_move(parameters(learner, "policy"), first_step, flat(POLICY))
+    expected_parameters = flat(POLICY).double() - LINEAR.learning_rate * slope / (
+        slope.abs() + LINEAR.eps
+    )  # AdamW's first step
+    assert_same_move(parameters(learner, "policy"), expected_parameters, flat(POLICY))
 
-    assert torch.equal(flat(frozen), flat(FROZEN))
-    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen.parameters())
+    assert torch.equal(flat(frozen_model), flat(FROZEN))
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in frozen_model.parameters())
 
 
 def test_the_loss_and_gradient_hold_the_entropy_bonus():
@@ -110,8 +112,8 @@ def test_the_loss_and_gradient_hold_the_entropy_bonus():
     assert result.metrics["policy/loss"].value.item() == pytest.approx(regularized_loss.item(), rel=1e-4)
 
     slope = gradient(regularized_loss, policy)
-    first_step = flat(POLICY).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
-    assert_same_move(parameters(learner, "policy"), first_step, flat(POLICY))
+    expected_parameters = flat(POLICY).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
+    assert_same_move(parameters(learner, "policy"), expected_parameters, flat(POLICY))
 
 
 @pytest.mark.parametrize("estimate", ["exact", "k2", "k3"])
@@ -185,14 +187,16 @@ def test_the_regularizer_acts_on_rejected_tokens_too():
 
 
 def test_a_run_continues_beside_its_own_reference_alone(tmp_path):
-    learner, frozen = learner_with("exact")
-    saved = learner.state_dict()
-    learner.load(tmp_path, saved)
-    frozen.model.norm.weight.data[0] += 1e-3
-    learner._forward.reference = Reference(frozen, learner.models["policy"], estimate="exact", temperature=TEMPERATURE)
+    learner, frozen_model = learner_with("exact")
+    saved_state = learner.state_dict()
+    learner.load(tmp_path, saved_state)
+    frozen_model.model.norm.weight.data[0] += 1e-3
+    learner._forward.reference = Reference(
+        frozen_model, learner.models["policy"], estimate="exact", temperature=TEMPERATURE
+    )
 
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those"):
-        learner.load(tmp_path, saved)
+        learner.load(tmp_path, saved_state)
 
 
 def test_the_gradient_of_k2_and_k3_on_policy_is_that_of_the_kl():

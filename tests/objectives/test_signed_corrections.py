@@ -45,12 +45,12 @@ def rows_of(inputs):
     return rows
 
 
-def assert_outcomes(correction, expected):
+def assert_outcomes(correction, expected_outcomes):
     """Check {index: (weight, kept, capped)}, and that other entries are 0; the weight of a rejected token is free."""
     for at in itertools.product(*map(range, correction.weights.shape)):
-        weight, is_kept, capped = expected.get(at, (0.0, 0.0, False))
+        weight, is_kept, is_capped = expected_outcomes.get(at, (0.0, 0.0, False))
         assert correction.accept_mask[at].item() == is_kept
-        assert correction.capped[at].item() == capped
+        assert correction.capped[at].item() == is_capped
         assert (correction.weights * correction.accept_mask)[at].item() == pytest.approx(weight * is_kept, rel=1e-10)
     assert not correction.capped_c2.any()
     assert correction.kappa.item() == 1.0
@@ -62,16 +62,16 @@ def assert_outcomes(correction, expected):
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.3), (0.6, 0.1), (math.inf, 0.1), (0.1, math.inf)])
 def test_prefix_weighs_by_the_product_inside_a_growing_band(low, high):
     inputs = random_inputs()
-    expected = {}
+    expected_outcomes = {}
     for row in rows_of(inputs):
         total = 0.0
         for count, (at, log_ratio, advantage) in enumerate(row, start=1):
             total += log_ratio
             is_out = total > high * math.sqrt(count) or (advantage < 0 and total < -low * math.sqrt(count))
-            expected[at] = math.exp(total), float(not is_out), is_out
+            expected_outcomes[at] = math.exp(total), float(not is_out), is_out
 
-    assert_outcomes(make_correction("prefix", low=low, high=high).apply(inputs, {}), expected)
-    assert {is_kept for _, is_kept, _ in expected.values()} == {0.0, 1.0}
+    assert_outcomes(make_correction("prefix", low=low, high=high).apply(inputs, {}), expected_outcomes)
+    assert {is_kept for _, is_kept, _ in expected_outcomes.values()} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -85,8 +85,8 @@ def test_prefix_has_the_gradient_of_ctpos_clipped_loss(advantage):
     log_ratio = torch.where(MASK, log_probs - inputs.rollout_log_probs, 0.0)
     log_product = log_ratio.detach().cumsum(-1) + log_ratio - log_ratio.detach()
     band = MASK.cumsum(-1).clamp(min=1).sqrt()
-    clipped = torch.minimum(torch.maximum(log_product, -low * band), high * band)
-    loss = torch.maximum(-log_product.exp() * advantage, -clipped.exp() * advantage)
+    clipped_product = torch.minimum(torch.maximum(log_product, -low * band), high * band)
+    loss = torch.maximum(-log_product.exp() * advantage, -clipped_product.exp() * advantage)
     if advantage < 0:
         loss = torch.minimum(loss, -(high * band).exp() * advantage)
     loss[MASK].sum().backward()
@@ -102,16 +102,20 @@ def test_prefix_has_the_gradient_of_ctpos_clipped_loss(advantage):
 @pytest.mark.parametrize(("cap", "max_kl"), [(1.1, 0.3), (math.inf, 0.0001), (2.0, math.inf)])
 def test_f_tis_is_tis_without_bad_responses_far_away(cap, max_kl):
     inputs = random_inputs([-1.0, -1.0, 1.0, -1.0, -0.5], deviation=0.3)
-    expected = {}
+    expected_outcomes = {}
     for row in rows_of(inputs):
         is_far = -math.fsum(log_ratio for _, log_ratio, _ in row) > max_kl
         for at, log_ratio, advantage in row:
             is_out = is_far and advantage < 0
-            expected[at] = min(math.exp(log_ratio), cap), float(not is_out), is_out or math.exp(log_ratio) > cap
+            expected_outcomes[at] = (
+                min(math.exp(log_ratio), cap),
+                float(not is_out),
+                is_out or math.exp(log_ratio) > cap,
+            )
 
-    assert_outcomes(make_correction("f_tis", cap=cap, max_kl=max_kl).apply(inputs, {}), expected)
+    assert_outcomes(make_correction("f_tis", cap=cap, max_kl=max_kl).apply(inputs, {}), expected_outcomes)
 
-    dropped_rows = {at[0] for at, (_, is_kept, _) in expected.items() if not is_kept}
+    dropped_rows = {at[0] for at, (_, is_kept, _) in expected_outcomes.items() if not is_kept}
     assert dropped_rows <= {0, 1, 4}
     assert bool(dropped_rows) == (max_kl < math.inf)
 
@@ -122,16 +126,20 @@ def test_f_tis_is_tis_without_bad_responses_far_away(cap, max_kl):
 @pytest.mark.parametrize(("max_tv", "cap"), [(0.1, 1.2), (0.15, 20.0), (math.inf, math.inf)])
 def test_dppo_drops_what_verl_calls_invalid(max_tv, cap):
     inputs = random_inputs()
-    expected = {}
+    expected_outcomes = {}
     for row in rows_of(inputs):
         for at, log_ratio, advantage in row:
             difference = math.exp(inputs.target_log_probs[at]) - math.exp(inputs.rollout_log_probs[at])
             is_valid = difference <= max_tv if advantage > 0 else difference >= -max_tv
             is_out = not is_valid and advantage != 0.0
-            expected[at] = min(math.exp(log_ratio), cap), float(not is_out), is_out or math.exp(log_ratio) > cap
+            expected_outcomes[at] = (
+                min(math.exp(log_ratio), cap),
+                float(not is_out),
+                is_out or math.exp(log_ratio) > cap,
+            )
 
-    assert_outcomes(make_correction("dppo", max_tv=max_tv, cap=cap).apply(inputs, {}), expected)
-    assert {is_kept for _, is_kept, _ in expected.values()} == ({1.0} if max_tv == math.inf else {0.0, 1.0})
+    assert_outcomes(make_correction("dppo", max_tv=max_tv, cap=cap).apply(inputs, {}), expected_outcomes)
+    assert {is_kept for _, is_kept, _ in expected_outcomes.values()} == ({1.0} if max_tv == math.inf else {0.0, 1.0})
 
 
 def distributions(states=6, vocabulary=8, seed=1):
@@ -150,8 +158,8 @@ def partition_variation(rollout, target, single_tokens):
 
 def inputs_away_from_rollout(rollout, target, z):
     """Inputs of one response, a token of each state that the policy prefers, with A > 0."""
-    chosen = (target - rollout).argmax(-1, keepdim=True)
-    rows = [rows.gather(-1, chosen).T for rows in (rollout, target)]
+    chosen_ids = (target - rollout).argmax(-1, keepdim=True)
+    rows = [rows.gather(-1, chosen_ids).T for rows in (rollout, target)]
     inputs = random_inputs([1.0], torch.ones(1, len(rollout), dtype=torch.bool))
     return replace(
         inputs, rollout_log_probs=rows[0], target_log_probs=rows[1], z=type(z)(*(component[None] for component in z))
@@ -182,17 +190,17 @@ def test_dppo_measures_the_variation_over_the_top_k(has_fills):
         lam=1.0,
     )
 
-    expected = []
+    expected_variations = []
     for n in range(len(rollout)):
         top_tokens = set(top.indices[n].tolist()) | (set(target_top.indices[n].tolist()) if has_fills else set())
-        expected.append(partition_variation(rollout[n].exp().tolist(), target[n].exp().tolist(), top_tokens))
+        expected_variations.append(partition_variation(rollout[n].exp().tolist(), target[n].exp().tolist(), top_tokens))
 
     total_variation = 1.0 - exact_z(rollout, target, 1.0)
-    shortfall = total_variation - torch.tensor(expected, dtype=torch.float64)
+    shortfall = total_variation - torch.tensor(expected_variations, dtype=torch.float64)
 
     assert (shortfall > -1e-12).all()
     assert (shortfall > 0.01).any()
-    assert_threshold_is(inputs_away_from_rollout(rollout, target, z), expected)
+    assert_threshold_is(inputs_away_from_rollout(rollout, target, z), expected_variations)
 
 
 def test_dppo_measures_the_whole_variation_of_a_whole_z():
@@ -208,10 +216,8 @@ def test_dppo_keeps_what_leads_back_to_the_rollout_model():
     correction = make_correction("dppo", divergence="topk")
 
     for advantage, is_kept in ((1.0, 0.0), (0.0, 1.0), (-1.0, 1.0)):
-        correction_result = correction.apply(
-            replace(inputs, advantages=torch.full_like(inputs.advantages, advantage)), {}
-        )
-        assert correction_result.accept_mask.eq(is_kept).all()
+        result = correction.apply(replace(inputs, advantages=torch.full_like(inputs.advantages, advantage)), {})
+        assert result.accept_mask.eq(is_kept).all()
 
     equal_inputs = replace(
         inputs, target_log_probs=inputs.rollout_log_probs, advantages=torch.ones_like(inputs.advantages)

@@ -27,8 +27,8 @@ class Pair(NamedTuple):
 def draw_pair(seed: int, sharpness: float, distance: float, shape: tuple[int, int] = (16, 20)) -> Pair:
     """Two models whose logits spread by `sharpness` and differ by `distance`, and the responses of the first."""
     rng = torch.Generator().manual_seed(seed)
-    common, noise = (torch.randn(*shape, V, generator=rng) for _ in range(2))
-    rollout, policy = sharpness * common, sharpness * common + distance * noise
+    common_logits, noise = (torch.randn(*shape, V, generator=rng) for _ in range(2))
+    rollout, policy = sharpness * common_logits, sharpness * common_logits + distance * noise
     p_inf = rollout.log_softmax(-1)
     ids = torch.multinomial(p_inf.flatten(0, 1).exp(), 1, generator=rng).view(*shape, 1)
     lengths = torch.randint(1, shape[1] + 1, (shape[0], 1), generator=rng)
@@ -58,11 +58,13 @@ def test_healthy_models_that_repeat_themselves_are_not_noticed() -> None:
     """A text of period two, on which both models are nearly sure; and one of a single token."""
     for period in (1, 2):
         pair = draw_pair(seed=0, sharpness=1.0, distance=0.3)
-        favourite = 12.0 * torch.nn.functional.one_hot(torch.arange(20) % period, V)
-        p_inf = (pair.policy_logits + favourite + 0.1).log_softmax(-1)
+        favourite_logits = 12.0 * torch.nn.functional.one_hot(torch.arange(20) % period, V)
+        p_inf = (pair.policy_logits + favourite_logits + 0.1).log_softmax(-1)
         top, top_ids = p_inf.topk(K)
 
-        correct_and_estimate(pair._replace(top=top, top_ids=top_ids, policy_logits=pair.policy_logits + favourite))
+        correct_and_estimate(
+            pair._replace(top=top, top_ids=top_ids, policy_logits=pair.policy_logits + favourite_logits)
+        )
 
 
 def test_a_policy_that_learned_these_tokens_is_not_noticed() -> None:
@@ -81,13 +83,13 @@ def test_swapped_models_are_noticed(distance: float) -> None:
         correct_and_estimate(pair._replace(rollout=pair.target, target=pair.rollout))
 
 
-@pytest.mark.parametrize("by", [-1, 1])
-def test_shifted_log_probs_and_logits_are_noticed(by: int) -> None:
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_shifted_log_probs_and_logits_are_noticed(shift: int) -> None:
     pair = draw_pair(seed=3, sharpness=3.0, distance=0.5)
     with pytest.raises(DataError, match="shifted by a token"):
-        correct_and_estimate(pair._replace(target=pair.target.roll(by, 1)))
+        correct_and_estimate(pair._replace(target=pair.target.roll(shift, 1)))
     with pytest.raises(DataError, match="predict the tokens of the lists"):
-        correct_and_estimate(pair._replace(policy_logits=pair.policy_logits.roll(by, 1)))
+        correct_and_estimate(pair._replace(policy_logits=pair.policy_logits.roll(shift, 1)))
 
 
 def test_shifted_hidden_states_are_noticed() -> None:

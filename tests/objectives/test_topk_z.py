@@ -37,8 +37,8 @@ def random_case(seed):
 
 def topk_case(log_inf, log_target, support_size, k, k_target, fill_valid, lam):
     if support_size < len(log_inf):
-        smallest = sorted(log_inf)[-support_size]
-        log_inf, fill_valid = normalised([x if x >= smallest else -math.inf for x in log_inf]), False
+        smallest_log_prob = sorted(log_inf)[-support_size]
+        log_inf, fill_valid = normalised([x if x >= smallest_log_prob else -math.inf for x in log_inf]), False
     rollout_ids = sorted(range(len(log_inf)), key=lambda x: -log_inf[x])[:k]
     target_ids = sorted(range(len(log_inf)), key=lambda x: -log_target[x])[:k_target]
     return log_inf, log_target, rollout_ids, target_ids, fill_valid, lam
@@ -51,10 +51,10 @@ def topk_cases():
 def complete(case):
     """Return the case with lists long enough to know all of p_inf."""
     log_inf, log_target, rollout_ids, target_ids, fill_valid, lam = case
-    everything = list(range(len(log_inf)))
+    all_tokens = list(range(len(log_inf)))
     if fill_valid:
-        return log_inf, log_target, rollout_ids, everything, True, lam
-    return log_inf, log_target, [x for x in everything if log_inf[x] > -math.inf], target_ids, False, lam
+        return log_inf, log_target, rollout_ids, all_tokens, True, lam
+    return log_inf, log_target, [x for x in all_tokens if log_inf[x] > -math.inf], target_ids, False, lam
 
 
 def estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
@@ -80,11 +80,11 @@ def expected_estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, 
     known_tokens = rollout_ids + (fill_in_tokens if fill_valid else [])
     lower = math.fsum(min(q[x], p[x] / lam) for x in known_tokens)
     mass_left = 1.0 - math.fsum(q[x] for x in known_tokens)
-    smallest = min((q[x] for x in rollout_ids), default=math.inf)
+    smallest_listed_mass = min((q[x] for x in rollout_ids), default=math.inf)
     hidden_tokens = [] if fill_valid else fill_in_tokens
     tail = 1.0 - math.fsum(p[x] for x in {*rollout_ids, *target_ids})
     missing_mass = min(
-        mass_left, math.fsum(min(smallest, p[x] / lam) for x in hidden_tokens) + min(mass_left, tail / lam)
+        mass_left, math.fsum(min(smallest_listed_mass, p[x] / lam) for x in hidden_tokens) + min(mass_left, tail / lam)
     )
     upper = min(lower + missing_mass, max(1.0, lower), max(1.0 / lam, lower))
     counted_tokens = [x for x in known_tokens if log_inf[x] > -math.inf or x not in rollout_ids]

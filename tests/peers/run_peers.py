@@ -337,10 +337,10 @@ def trl_score(trainer, mask, log_probs, rollout_log_probs, rewards):
 
     if type(trainer).__name__ == "GRPOTrainer":
         rollout = None if rollout_log_probs is None else cut(rollout_log_probs)
-        generated = [[1]] * len(ids), ids, cut(mask), ids, rollout, {}, None, None
+        generation = [[1]] * len(ids), ids, cut(mask), ids, rollout, {}, None, None
     else:
-        generated = [[1]] * len(ids), ids, ids
-    trainer._generate = lambda prompts: generated
+        generation = [[1]] * len(ids), ids, ids
+    trainer._generate = lambda prompts: generation
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (log_probs, None, None)
     trainer._calculate_rewards = lambda *args: rewards[:, None].clone()
     return trainer._generate_and_score_completions([{"prompt": "p"}] * len(ids))

@@ -197,12 +197,12 @@ def test_gae_and_returns_are_those_of_verl(case):
     # verl's returns go on where masked, and its advantages are whitened over the tokens afterwards
     torch.testing.assert_close(returns[MASK], recorded(case, "returns")[MASK], rtol=1e-10, atol=1e-12)
 
-    whitened = (our_advantages[MASK] - our_advantages[MASK].mean()) / our_advantages[MASK].std()
-    torch.testing.assert_close(whitened, recorded(case, "whitened_advantages")[MASK], rtol=1e-7, atol=1e-12)
+    whitened_advantages = (our_advantages[MASK] - our_advantages[MASK].mean()) / our_advantages[MASK].std()
+    torch.testing.assert_close(whitened_advantages, recorded(case, "whitened_advantages")[MASK], rtol=1e-7, atol=1e-12)
 
 
-def aggregate(name, losses, counted):
-    numerator, denominator = surrogate.LOSS_AGG_MODES[name](losses, counted, LIMIT)
+def aggregate(name, losses, token_weights):
+    numerator, denominator = surrogate.LOSS_AGG_MODES[name](losses, token_weights, LIMIT)
     return numerator / denominator
 
 

@@ -42,9 +42,13 @@ def requests(count: int, **sampling: int) -> list[Request]:
 
 def assert_equal(rollouts: list[Rollout], expected_rollouts: list[Rollout]) -> None:
     """Bit for bit, in order."""
-    for rollout, expected in zip(rollouts, expected_rollouts, strict=True):
-        assert (rollout.uid, rollout.prompt, rollout.finish) == (expected.uid, expected.prompt, expected.finish)
-        assert all(torch.equal(getattr(rollout, name), getattr(expected, name)) for name in TOKEN_COLUMNS)
+    for rollout, expected_rollout in zip(rollouts, expected_rollouts, strict=True):
+        assert (rollout.uid, rollout.prompt, rollout.finish) == (
+            expected_rollout.uid,
+            expected_rollout.prompt,
+            expected_rollout.finish,
+        )
+        assert all(torch.equal(getattr(rollout, name), getattr(expected_rollout, name)) for name in TOKEN_COLUMNS)
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +82,14 @@ def test_three_engines_generate_what_one_does(folder, new_folder, chunk_by_chunk
 
 
 @pytest.mark.parametrize(
-    ("signal_number", "why"),
+    ("signal_number", "reason"),
     [
         (signal.SIGKILL, "its process was killed by signal 9"),
         pytest.param(signal.SIGSTOP, "no sign of life for 1.5 seconds", marks=pytest.mark.slow),
     ],
 )
 def test_chunks_of_a_dead_or_hanging_engine_go_to_the_others(
-    signal_number: int, why: str, folder, new_folder, chunk_by_chunk
+    signal_number: int, reason: str, folder, new_folder, chunk_by_chunk
 ) -> None:
     links = forks(2, new_folder, silence=1.5)
     pool = pool_of(links, folder, OLD)
@@ -99,7 +103,7 @@ def test_chunks_of_a_dead_or_hanging_engine_go_to_the_others(
         wait_until_all_hold(pool)
 
         loss_event, restart_event = engine.take_events()
-        assert loss_event.pop("why").endswith(why)
+        assert loss_event.pop("why").endswith(reason)
         assert loss_event == {"event": "peer_lost", "peer": "fork 1", "sent_again": 1}
         assert restart_event == {"event": "peer_restarted", "peer": "fork 1"}
 
@@ -252,10 +256,10 @@ def requests_as_answered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     def order_of(peer: Counting, count: int) -> list[int]:
         pool.call(pool.join(peer))
         all_finished = threading.Event()
-        finish = [finished_requests.append] * (count - 1) + [
+        callbacks = [finished_requests.append] * (count - 1) + [
             lambda last_request: (finished_requests.append(last_request), all_finished.set())
         ]
-        pool.begin([(str(request), request, finish[request]) for request in range(count)])
+        pool.begin([(str(request), request, callbacks[request]) for request in range(count)])
         assert all_finished.wait(60.0)
         return finished_requests
 

@@ -205,12 +205,13 @@ def test_an_engine_reports_once_what_it_quantized(folder):
     engine = make(folder, quantization="fp8")
     [event] = engine.take_events()
 
+    # two layers: q and o, k and v, and three matrices of the MLP
     layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
 
     assert event == {
         "event": "quantized",
         "to": "fp8",
-        "share": layers / (layers + 24 * 64 + 5 * 64 + 4 * 32),
+        "share": layers / (layers + 24 * 64 + 5 * 64 + 4 * 32),  # embedding, norms, norms of q and k
         "kept": {"embedding": 1, "bias or norm": 9},
     }
     assert engine.take_events() == []

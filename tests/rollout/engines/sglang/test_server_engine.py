@@ -107,16 +107,16 @@ def test_responses_have_exact_log_probs_and_their_ends(make, server, folder):
 
         later_rollouts = engine.generate(sent_requests[::-1])[::-1]
         assert all(
-            torch.equal(earlier.token_ids, later.token_ids)
-            for earlier, later in zip(rollouts, later_rollouts, strict=True)
+            torch.equal(rollout.token_ids, later_rollout.token_ids)
+            for rollout, later_rollout in zip(rollouts, later_rollouts, strict=True)
         )
 
 
 def test_a_response_ends_where_the_server_ends_it(make, server):
     engine = make(server)
-    assert engine.capabilities.max_model_len == CONTEXT - 6
+    assert engine.capabilities.max_model_len == CONTEXT - 6  # SGLang reserves six
     rollouts = engine.generate([tiny_request(f"{i}", CONTEXT - 8, seed=i, max_new_tokens=50) for i in range(4)])
-    assert max(len(rollout.token_ids) for rollout in rollouts) == 2
+    assert max(len(rollout.token_ids) for rollout in rollouts) == 2  # what is left after a prompt of CONTEXT - 8
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -129,8 +129,8 @@ def test_scores_equal_a_full_forward(make, server, folder, temperature):
 
     for rollout, score in zip(rollouts, scores, strict=True):
         tokens, sampling = rollout.token_ids.tolist(), Sampling(temperature=temperature)
-        exact = Reference(folder, torch.float32).log_probs(rollout.prompt, tokens, sampling)
-        assert score.numpy() == pytest.approx(exact[np.arange(len(tokens)), tokens], abs=2e-5)
+        exact_log_probs = Reference(folder, torch.float32).log_probs(rollout.prompt, tokens, sampling)
+        assert score.numpy() == pytest.approx(exact_log_probs[np.arange(len(tokens)), tokens], abs=2e-5)
 
 
 def test_the_bodies_of_all_calls_are_those_that_sglang_declares(make, server):
@@ -237,7 +237,7 @@ def test_weights_that_a_server_did_not_take_are_an_error(make, server, damage, d
 
 
 def test_a_server_that_cannot_load_weights_is_an_error(make, server):
-    async def refuse(body: dict, usual: dict) -> Any:
+    async def refuse(body: dict, usual_answer: dict) -> Any:
         return web.json_response({"success": False, "message": "Failed to update weights: no file"}, status=400)
 
     server.script["/update_weights_from_disk"] = refuse
@@ -254,7 +254,7 @@ def test_after_an_unseen_restart_the_weights_are_sent_again(make, server, folder
 
 
 def test_after_a_restart_within_an_update_weights_are_sent_again(make, server, folder):
-    server.script["/update_weights_from_disk"] = script_changing_the_first_answer(lambda usual: server.restart())
+    server.script["/update_weights_from_disk"] = script_changing_the_first_answer(lambda usual_answer: server.restart())
     check_log_probs(make(server).generate(requests(8)), folder, num_top_log_probs=3)
     assert server.count("/update_weights_from_disk") == 2
 
@@ -263,14 +263,14 @@ def test_after_a_restart_within_an_update_weights_are_sent_again(make, server, f
 
 
 def set_meta(**changes: Any):
-    return script_changing_the_first_answer(lambda usual: usual["meta_info"].update(changes))
+    return script_changing_the_first_answer(lambda usual_answer: usual_answer["meta_info"].update(changes))
 
 
 def set_first(row: int, entry: int, value: Any):
     """Change an entry of the first token: of the sampled one (row -1) or of a top one."""
 
-    def change(usual: dict) -> None:
-        meta = usual["meta_info"]
+    def change(usual_answer: dict) -> None:
+        meta = usual_answer["meta_info"]
         target = meta["output_token_logprobs"][0] if row < 0 else meta["output_top_logprobs"][0][row]
         target[entry] = value
 
@@ -280,8 +280,8 @@ def set_first(row: int, entry: int, value: Any):
 @pytest.mark.parametrize(
     "script",
     [
-        script_changing_the_first_answer(lambda usual: web.Response(status=503)),
-        script_changing_the_first_answer(lambda usual: web.Response(text='{"meta_info": {')),
+        script_changing_the_first_answer(lambda usual_answer: web.Response(status=503)),
+        script_changing_the_first_answer(lambda usual_answer: web.Response(text='{"meta_info": {')),
         set_meta(finish_reason={"type": "abort", "message": "Aborted"}),
         set_meta(output_top_logprobs=[]),
         set_first(-1, 0, None),  # SGLang's JSON of NaN
@@ -299,16 +299,19 @@ def test_a_failed_request_is_sent_again_and_answered_once(make, server, script):
     assert [event["event"] for event in engine.take_events()] == ["server_lost", "server_back"]
 
 
-def drop_one(usual: dict) -> None:
+def drop_one(usual_answer: dict) -> None:
     """Leave out the least probable of the top tokens."""
-    for top in usual["meta_info"]["output_top_logprobs"]:
+    for top in usual_answer["meta_info"]["output_top_logprobs"]:
         top.pop()
 
 
 @pytest.mark.parametrize(
     ("script", "advice"),
     [
-        (script_changing_the_first_answer(lambda usual: usual.update(prompt_token_ids=[2])), "another prompt"),
+        (
+            script_changing_the_first_answer(lambda usual_answer: usual_answer.update(prompt_token_ids=[2])),
+            "another prompt",
+        ),
         (set_first(-1, 1, VOCAB_SIZE), "another vocabulary"),
         (set_first(-1, 0, 0.5), "not log-probs"),
         (set_first(1, 0, -1e-6), "without SGLANG_RETURN_ORIGINAL_LOGPROB"),

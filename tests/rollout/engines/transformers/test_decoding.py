@@ -64,11 +64,11 @@ def test_responses_longer_than_the_first_room_of_the_cache(monkeypatch):
 def mask_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of query tokens of every mask that transformers makes."""
     query_lengths: list[int] = []
-    original = AttentionMaskInterface._global_mapping[GROUPED]
+    original_function = AttentionMaskInterface._global_mapping[GROUPED]
 
     def spy(*arguments: Any, q_length: int, **options: Any) -> Any:
         query_lengths.append(q_length)
-        return original(*arguments, q_length=q_length, **options)
+        return original_function(*arguments, q_length=q_length, **options)
 
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, GROUPED, spy)
     return query_lengths
@@ -76,13 +76,14 @@ def mask_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_masks_of_padded_rows_are_made_once(mask_lengths):
     make_engine(make_model("llama"), eos_token_ids=[]).generate(make_requests([5, 9]))
-    assert mask_lengths == [9]
+    assert mask_lengths == [9]  # the longer prompt
 
 
 def test_masks_are_made_anew_where_a_window_ends_and_not_before(mask_lengths):
     make_engine(make_model("mistral"), eos_token_ids=[]).generate(make_requests([5, 9], group=1, num_new=23))
     assert mask_lengths[0] == 9
     assert set(mask_lengths[1:]) == {1}
+    # of 22 steps after the prompt of 9 tokens, those at which the window is full
     assert len(mask_lengths[1:]) == 9 + 22 - WINDOW
 
 
@@ -198,16 +199,16 @@ def test_grouped_attention_is_what_transformers_computes(kind, heads, length):
 
 def test_keys_are_not_repeated_for_the_heads_that_share_them(monkeypatch):
     calls: Counter[str] = Counter()
-    original = torch.nn.functional.scaled_dot_product_attention
+    original_function = torch.nn.functional.scaled_dot_product_attention
 
     def spy(query: torch.Tensor, key: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         calls[f"{query.shape[1]} heads, {key.shape[1]} key heads"] += query.shape[2] == 2
-        return original(query, key, *arguments, **options)
+        return original_function(query, key, *arguments, **options)
 
     monkeypatch.setattr("jackpot.rollout.engines.transformers.attention.scaled_dot_product_attention", spy)
     make_engine(make_model("llama"), eos_token_ids=[]).generate(make_requests([4], group=1, num_new=9))
 
-    assert calls == {"2 heads, 2 key heads": 2 * 8}
+    assert calls == {"2 heads, 2 key heads": 2 * 8}  # two layers, eight steps after the prompt
 
 
 def test_only_the_model_of_the_engine_attends_in_groups():

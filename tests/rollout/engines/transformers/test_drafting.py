@@ -86,13 +86,13 @@ class Law:
         """Return the probability of the tokens from `start` on; the current pass has `drafts_left` drafts of them."""
         if start == LENGTH:
             return 1.0
-        p, _, accepted, replaced = (
+        p, _, accepted_prob, replaced_prob = (
             probabilities[response[start]] for probabilities in self.distributions(response[:start])
         )
-        with_next_pass = self.prob(response, start + 1, min(self._tokens, LENGTH - start - 2))
-        if drafts_left == 0:
-            return p * with_next_pass
-        return accepted * self.prob(response, start + 1, drafts_left - 1) + replaced * with_next_pass
+        prob_with_next_pass = self.prob(response, start + 1, min(self._tokens, LENGTH - start - 2))
+        if drafts_left <= 0:
+            return p * prob_with_next_pass
+        return accepted_prob * self.prob(response, start + 1, drafts_left - 1) + replaced_prob * prob_with_next_pass
 
 
 @pytest.mark.parametrize(("tokens", "lam"), [(3, 1.0), (2, 0.5)])
@@ -111,15 +111,15 @@ def test_responses_have_the_exact_distribution(tokens, lam):
     assert sum(exact_probs.values()) == pytest.approx(1.0)
 
     common_responses = [response for response, prob in exact_probs.items() if prob * count >= 5.0]
-    observed = [response_counts[response] for response in common_responses]
-    expected = [exact_probs[response] * count for response in common_responses]
+    observed_counts = [response_counts[response] for response in common_responses]
+    expected_counts = [exact_probs[response] * count for response in common_responses]
 
     assert len(common_responses) > 30
 
     # all rare responses are one class
-    observed.append(count - sum(observed))
-    expected.append(count - sum(expected))
-    assert chisquare(observed, expected).pvalue > 1e-3
+    observed_counts.append(count - sum(observed_counts))
+    expected_counts.append(count - sum(expected_counts))
+    assert chisquare(observed_counts, expected_counts).pvalue > 1e-3
     assert 0.2 < engine.take_metrics()["draft/acceptance"] < 0.95
 
     for rollout in rollouts[:200]:  # the second token is drafted; the first never is, nor the last where k is 1
@@ -135,22 +135,24 @@ def test_responses_have_the_exact_distribution(tokens, lam):
 
 def test_exact_drafts_beside_relaxed_ones_are_those_of_lam_1():
     model, draft = tiny_model(0, VOCAB), tiny_model(3, VOCAB, num_hidden_layers=1)
-    relaxed = [tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=6, num_top_log_probs=0) for i in range(4)]
-    exact = [replace(request, uid=f"exact {request.uid}", exact_drafts=True) for request in relaxed]
-    mixed = [request for pair in zip(relaxed, exact, strict=True) for request in pair]
+    relaxed_requests = [
+        tiny_request(f"{i}", seed=i, prompt=PROMPT, max_new_tokens=6, num_top_log_probs=0) for i in range(4)
+    ]
+    exact_requests = [replace(request, uid=f"exact {request.uid}", exact_drafts=True) for request in relaxed_requests]
+    mixed_requests = [request for pair in zip(relaxed_requests, exact_requests, strict=True) for request in pair]
     engines = [drafted_engine(model, draft, stops=(), tokens=3, lam=lam)[0] for lam in (0.3, 1.0)]
 
     tokens_at_03, tokens_at_1 = (
-        [rollout.token_ids.tolist() for rollout in engine.generate(mixed)] for engine in engines
+        [rollout.token_ids.tolist() for rollout in engine.generate(mixed_requests)] for engine in engines
     )
 
     # relaxed and exact requests take turns
-    relaxed_at_03, exact_at_03 = tokens_at_03[::2], tokens_at_03[1::2]
-    relaxed_at_1, exact_at_1 = tokens_at_1[::2], tokens_at_1[1::2]
+    relaxed_tokens_at_03, exact_tokens_at_03 = tokens_at_03[::2], tokens_at_03[1::2]
+    relaxed_tokens_at_1, exact_tokens_at_1 = tokens_at_1[::2], tokens_at_1[1::2]
 
-    assert exact_at_03 == exact_at_1
-    assert exact_at_1 == relaxed_at_1
-    assert relaxed_at_03 != relaxed_at_1
+    assert exact_tokens_at_03 == exact_tokens_at_1
+    assert exact_tokens_at_1 == relaxed_tokens_at_1
+    assert relaxed_tokens_at_03 != relaxed_tokens_at_1
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_counts_taken_within_a_batch_are_not_lost():
     engine.generate([short_request])
     token_count = engine.take_draft_counts().tokens
 
-    assert 3 < token_count < 23
+    assert 3 < token_count < 23  # all of the short response, some of the 20 of the long one
 
     engine.collect(1)
     assert token_count + engine.take_draft_counts().tokens == 23
@@ -246,7 +248,7 @@ def test_a_pass_waits_for_its_draws_alone():
     with waits(on_host=[getattr(batch, f"_{name}") for name in host_names]) as wait_list:
         engine._step()
 
-    assert set(batch._lengths.tolist()) == {11}, wait_list
+    assert set(batch._lengths.tolist()) == {11}, wait_list  # one token of the prompt's pass and five of each of two
     assert len(wait_list) == 1, wait_list
 
 
@@ -295,7 +297,7 @@ def test_a_draft_of_nan_costs_its_passes_and_nothing_else():
 def test_a_pass_that_fails_loses_no_request(monkeypatch):
     model, requests = make_model("llama").double(), make_requests([5, 9], group=2, num_new=20)
     engine, _ = drafted_engine(model, model_near(model), tokens=2)
-    undisturbed = engine.generate(requests)
+    undisturbed_rollouts = engine.generate(requests)
     calls = []
     reorder = DraftedBatch._reorder
 
@@ -314,7 +316,7 @@ def test_a_pass_that_fails_loses_no_request(monkeypatch):
 
     rollouts = {rollout.uid: rollout for rollout in engine.collect(100)}
     assert rollouts.keys() == {request.uid for request in requests}
-    assert all(torch.equal(rollouts[rollout.uid].token_ids, rollout.token_ids) for rollout in undisturbed)
+    assert all(torch.equal(rollouts[rollout.uid].token_ids, rollout.token_ids) for rollout in undisturbed_rollouts)
 
 
 def test_weights_of_the_policy_that_give_no_number_are_reported():
@@ -345,8 +347,8 @@ def test_models_without_an_attention_for_drafts_are_refused(policy, rollout_mode
 def test_a_drafter_with_exact_attention_is_refused():
     def start(**settings: Any) -> None:
         drafter = make_engine(tiny_model(0), **settings)
-        drafting = TransformersEngineConfig(draft={})
-        TransformersEngine(tiny_model(0), drafting, eos_token_ids=[], version=Version(0, 0), drafter=drafter)
+        config = TransformersEngineConfig(draft={})
+        TransformersEngine(tiny_model(0), config, eos_token_ids=[], version=Version(0, 0), drafter=drafter)
 
     with pytest.raises(EngineError, match=r"rollout model has engine.quantization=fp8 and no draft.* engine.draft={}"):
         start(quantization="fp8")

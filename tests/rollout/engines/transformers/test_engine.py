@@ -81,24 +81,24 @@ def test_rows_that_finish_leave_the_batch(folder, rows_read):
     rollouts = engine.generate([tiny_request(f"{i}", 3 + i % 5, seed=i, max_new_tokens=4 + i) for i in range(24)])
 
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    unfinished = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    unfinished_counts = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
 
-    assert rows_read[1:] == [(rows, 1) for rows in unfinished]
-    assert len(set(unfinished)) > 5
+    assert rows_read[1:] == [(rows, 1) for rows in unfinished_counts]
+    assert len(set(unfinished_counts)) > 5
 
 
 def test_a_prompt_that_rows_share_is_read_once(folder, rows_read):
     engine = make(folder)
     rows_read.clear()
     engine.generate([tiny_request(f"{i}", 3 + i // 8, seed=i, max_new_tokens=2) for i in range(24)])
-    assert rows_read[0] == (3, 5)
+    assert rows_read[0] == (3, 5)  # three prompts, the longest of 5 tokens
 
 
 def test_batches_are_no_larger_than_asked(folder, rows_read):
     engine = make(folder, max_num_seqs=5)
     rows_read.clear()
     engine.generate([tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=1) for i in range(12)])
-    assert [rows for rows, _ in rows_read] == [5, 5, 2]
+    assert [rows for rows, _ in rows_read] == [5, 5, 2]  # of 12 requests
 
 
 class LiveDistributions(TorchDispatchMode):
@@ -119,10 +119,10 @@ class LiveDistributions(TorchDispatchMode):
 
 def test_the_distributions_of_a_response_are_not_kept(tmp_path):
     engine, tokens = make(save_tiny_model(tmp_path, seed=0, vocab_size=200)), 20
-    with LiveDistributions(vocab_size=200, hidden_size=64) as live:
+    with LiveDistributions(vocab_size=200, hidden_size=64) as distributions:
         rollout = engine.generate([tiny_request("one", seed=3, max_new_tokens=tokens, num_top_log_probs=1)])[0]
     assert len(rollout.token_ids) == tokens
-    assert 200 < live.elements <= 10 * 200
+    assert 200 < distributions.elements <= 10 * 200  # those of one step; a response has 20
 
 
 def test_scores_need_the_logits_of_a_few_positions_at_once(folder, monkeypatch):
@@ -135,14 +135,14 @@ def test_scores_need_the_logits_of_a_few_positions_at_once(folder, monkeypatch):
     )
 
     rollouts = [rollout_of(tiny_prompt(4), tiny_prompt(length).token_ids) for length in (7, 12, 3)]
-    chunked = engine.score(rollouts, 1.0)
+    all_chunked_scores = engine.score(rollouts, 1.0)
 
-    assert row_counts == [5, 5, 5, 5, 2]
+    assert row_counts == [5, 5, 5, 5, 2]  # 7 + 12 + 3 positions, five at a time
 
     monkeypatch.undo()
     assert all(
         torch.allclose(chunked_scores, whole_scores, atol=1e-6)
-        for chunked_scores, whole_scores in zip(chunked, engine.score(rollouts, 1.0), strict=True)
+        for chunked_scores, whole_scores in zip(all_chunked_scores, engine.score(rollouts, 1.0), strict=True)
     )
 
 
@@ -156,9 +156,10 @@ def test_scores_of_bounded_batches_come_in_order(folder, rows_read, monkeypatch)
     batch_scores = engine.score(rollouts, 1.0)
 
     assert all(rows * width <= 60 for rows, width in rows_read)
-    assert len(rows_read) < 16
+    assert len(rows_read) < 16  # of 20 rollouts
     assert all(
-        torch.allclose(single, batched, atol=2e-5) for single, batched in zip(single_scores, batch_scores, strict=True)
+        torch.allclose(single_score, batch_score, atol=2e-5)
+        for single_score, batch_score in zip(single_scores, batch_scores, strict=True)
     )
 
 
@@ -181,7 +182,7 @@ def test_collect_leaves_rows_in_the_middle_and_goes_on_with_them(folder, rows_re
     engine.submit(requests)
 
     assert [rollout.uid for rollout in engine.collect(1)] == ["short"]
-    assert rows_read == [(1, 5)]
+    assert rows_read == [(1, 5)]  # the prompt of both
 
     later_rollout = engine.collect(1)[0]
     assert torch.equal(later_rollout.token_ids, single_rollout.token_ids)
@@ -193,6 +194,8 @@ def test_lengths_and_stops_share_a_batch_temperatures_do_not(folder, rows_read):
     settings = [{"max_new_tokens": 2}, {"max_new_tokens": 3, "stop_token_ids": (4,)}, {"temperature": 0.9}]
     rows_read.clear()
     engine.generate([tiny_request(f"{i}", 3 + i, **sampling) for i, sampling in enumerate(settings)])
+
+    # prompts of 3 and 4 tokens at one temperature, that of 5 at another
     assert [shape for shape in rows_read if shape[1] > 1] == [(2, 4), (1, 5)]
 
 
@@ -200,7 +203,7 @@ def test_lengths_and_stops_share_a_batch_temperatures_do_not(folder, rows_read):
 def test_a_step_that_fails_loses_no_request(folder, monkeypatch, failing_pass):
     engine = make(folder)
     requests = [tiny_request(f"{i}", seed=i, max_new_tokens=3 + i) for i in range(8)]
-    undisturbed = engine.generate(requests)
+    undisturbed_rollouts = engine.generate(requests)
     forward, passes = torch.nn.Embedding.forward, Counter()
 
     def fail_once(layer: torch.nn.Embedding, ids: Tensor) -> Tensor:
@@ -219,8 +222,8 @@ def test_a_step_that_fails_loses_no_request(folder, monkeypatch, failing_pass):
     later_rollouts = sorted(engine.collect(20), key=lambda rollout: int(rollout.uid))
     assert [rollout.uid for rollout in later_rollouts] == [request.uid for request in requests]
     assert all(
-        torch.equal(later.token_ids, undisturbed_rollout.token_ids)
-        for later, undisturbed_rollout in zip(later_rollouts, undisturbed, strict=True)
+        torch.equal(later_rollout.token_ids, undisturbed_rollout.token_ids)
+        for later_rollout, undisturbed_rollout in zip(later_rollouts, undisturbed_rollouts, strict=True)
     )
 
 

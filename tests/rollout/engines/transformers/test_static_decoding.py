@@ -28,9 +28,9 @@ def generate(name: str, num_new: int = 24, lengths: list[int] = LENGTHS, **setti
     return make_engine(make_model(name).double(), **settings).generate(make_requests(lengths, num_new=num_new))
 
 
-def assert_equal_rollouts(rollouts: list[Rollout], expected: list[Rollout]) -> None:
+def assert_equal_rollouts(rollouts: list[Rollout], expected_rollouts: list[Rollout]) -> None:
     """Check tokens to the bit and log-probs up to rounding."""
-    for rollout, expected_rollout in zip(rollouts, expected, strict=True):
+    for rollout, expected_rollout in zip(rollouts, expected_rollouts, strict=True):
         assert (rollout.uid, rollout.finish) == (expected_rollout.uid, expected_rollout.finish)
         assert torch.equal(rollout.token_ids, expected_rollout.token_ids)
         assert torch.equal(rollout.top_ids, expected_rollout.top_ids)
@@ -42,12 +42,12 @@ def assert_equal_rollouts(rollouts: list[Rollout], expected: list[Rollout]) -> N
 @pytest.mark.parametrize("name", ["qwen3 with windows", "mistral", "gemma3_text", "gpt2"])
 def test_fixed_shapes_write_what_growing_ones_write(name: str) -> None:
     stops = {"eos_token_ids": [1, 8, 9]}
-    expected = generate(name, **stops)
+    expected_rollouts = generate(name, **stops)
 
-    assert "stop" in {rollout.finish for rollout in expected}
-    assert len({len(rollout.token_ids) for rollout in expected}) > 5
+    assert "stop" in {rollout.finish for rollout in expected_rollouts}
+    assert len({len(rollout.token_ids) for rollout in expected_rollouts}) > 5
 
-    assert_equal_rollouts(generate(name, **stops, enforce_eager=False), expected)
+    assert_equal_rollouts(generate(name, **stops, enforce_eager=False), expected_rollouts)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}], ids=str)
@@ -57,17 +57,17 @@ def test_fixed_shapes_draw_from_the_same_distribution(sampling: dict[str, float]
         for request in make_requests([5, 9], num_new=16)
     ]
     engines = [make_engine(make_model("qwen3").double(), enforce_eager=eager) for eager in (True, False)]
-    expected, rollouts = (engine.generate(requests) for engine in engines)
+    expected_rollouts, rollouts = (engine.generate(requests) for engine in engines)
 
-    assert_equal_rollouts(rollouts, expected)
+    assert_equal_rollouts(rollouts, expected_rollouts)
 
 
 def test_rows_may_write_to_the_end_of_the_context() -> None:
     """The others, which ended there, compute on behind it."""
     lengths, settings = [CONTEXT - 10, 3], {"eos_token_ids": [], "num_new": 40}
-    expected = generate("gpt2", lengths=lengths, **settings)
-    assert {len(rollout.token_ids) for rollout in expected} >= {10, 40}
-    assert_equal_rollouts(generate("gpt2", lengths=lengths, **settings, enforce_eager=False), expected)
+    expected_rollouts = generate("gpt2", lengths=lengths, **settings)
+    assert {len(rollout.token_ids) for rollout in expected_rollouts} >= {10, 40}
+    assert_equal_rollouts(generate("gpt2", lengths=lengths, **settings, enforce_eager=False), expected_rollouts)
 
 
 class Recording(TorchDispatchMode):
@@ -84,9 +84,9 @@ class Recording(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, result in self._calls:
-            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+            for old_output, new_output in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old_output, Tensor) and old_output.data_ptr() != new_output.data_ptr():
+                    old_output.copy_(new_output)
 
 
 class Recordings(GraphCapture):
@@ -114,11 +114,11 @@ class Recordings(GraphCapture):
 
 def test_a_step_keeps_operators_and_memory_until_rows_move() -> None:
     name = "gemma3_text"
-    expected = generate(name, eos_token_ids=[])
+    expected_rollouts = generate(name, eos_token_ids=[])
     engine = make_engine(make_model(name).double(), enforce_eager=False, eos_token_ids=[])
     engine._capture = recordings = Recordings("cpu", [])
 
-    assert_equal_rollouts(engine.generate(make_requests(LENGTHS, num_new=24)), expected)
+    assert_equal_rollouts(engine.generate(make_requests(LENGTHS, num_new=24)), expected_rollouts)
     assert recordings.made < 5
     assert recordings.replayed > 15
 
@@ -152,7 +152,7 @@ def test_a_growing_step_waits_for_its_draws_alone() -> None:
     with waits(on_host=[engine._batch._rows, engine._batch._stops, engine._batch._limits]) as wait_list:
         engine._step()
 
-    assert engine._batch._num_generated == 2, wait_list
+    assert engine._batch._num_generated == 2, wait_list  # one a step
     assert len(wait_list) == 1, wait_list
 
     engine.collect(100)
@@ -160,10 +160,10 @@ def test_a_growing_step_waits_for_its_draws_alone() -> None:
 
 def test_memory_follows_the_rows_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static_decoding, "_FEW_ROWS", 2)
-    shapes, original = [], StaticBatch._move
+    shapes, original_move = [], StaticBatch._move
 
     def spy(batch: StaticBatch) -> None:
-        original(batch)
+        original_move(batch)
         shapes.append((batch._cache.layers[0].keys.shape[0], batch._cache.layers[0].keys.shape[2]))
 
     monkeypatch.setattr(StaticBatch, "_move", spy)
@@ -185,7 +185,7 @@ def test_an_error_in_a_step_loses_no_request() -> None:
     engine = make_engine(make_model("llama").double(), enforce_eager=False)
     engine.submit(make_requests(LENGTHS, num_new=24))
     engine.collect(0, timeout=0)
-    while not (finished := engine.collect(1, timeout=0)):
+    while not (finished_rollouts := engine.collect(1, timeout=0)):
         pass
 
     original_take, calls = StaticBatch._take, []
@@ -203,10 +203,10 @@ def test_an_error_in_a_step_loses_no_request() -> None:
     finally:
         StaticBatch._take = original_take
 
-    rollouts_by_uid = {rollout.uid: rollout for rollout in [*finished, *engine.collect(100)]}
-    expected = generate("llama")
+    rollouts_by_uid = {rollout.uid: rollout for rollout in [*finished_rollouts, *engine.collect(100)]}
+    expected_rollouts = generate("llama")
 
-    assert_equal_rollouts([rollouts_by_uid[rollout.uid] for rollout in expected], expected)
+    assert_equal_rollouts([rollouts_by_uid[rollout.uid] for rollout in expected_rollouts], expected_rollouts)
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,9 @@ def first_answers(times: int, answer: Callable[[dict, dict], Any]):
     """Return a script that gives the first responses by `then` and the usual ones afterwards."""
     remaining_answers = [times]
 
-    async def script(body: dict, usual: dict) -> Any:
+    async def script(body: dict, usual_answer: dict) -> Any:
         remaining_answers[0] -= 1
-        return answer(body, usual) if remaining_answers[0] >= 0 else usual
+        return answer(body, usual_answer) if remaining_answers[0] >= 0 else usual_answer
 
     return script
 
@@ -96,20 +96,20 @@ def first_answers(times: int, answer: Callable[[dict, dict], Any]):
 def every_answer(answer: Any):
     """Return a script that gives this answer, or that of this function, to every request."""
 
-    async def script(body: dict, usual: dict) -> Any:
-        return answer(body, usual) if callable(answer) else answer
+    async def script(body: dict, usual_answer: dict) -> Any:
+        return answer(body, usual_answer) if callable(answer) else answer
 
     return script
 
 
 def failure(status: int, text: str = '{"error": {"message": "as scripted"}}') -> Callable[[dict, dict], web.Response]:
     """Return a function that answers with this HTTP status."""
-    return lambda body, usual: web.Response(status=status, text=text)
+    return lambda body, usual_answer: web.Response(status=status, text=text)
 
 
 def completion_with(**changes: Any) -> Callable[[dict, dict], dict]:
     """Return a function that changes entries of the usual completion."""
-    return lambda body, usual: {"choices": [usual["choices"][0] | changes]}
+    return lambda body, usual_answer: {"choices": [usual_answer["choices"][0] | changes]}
 
 
 def completion_with_log_probs(**changes: Any) -> Callable[[dict, dict], dict]:
@@ -118,22 +118,22 @@ def completion_with_log_probs(**changes: Any) -> Callable[[dict, dict], dict]:
     `sampled` is that of the token itself, `sampled_in_top` the same in the list of the most probable, `top` the others.
     """
 
-    def change(body: dict, usual: dict) -> dict:
-        entries = usual["choices"][0]["logprobs"]
+    def change(body: dict, usual_answer: dict) -> dict:
+        entries = usual_answer["choices"][0]["logprobs"]
         top = entries["top_logprobs"][0]
         sampled_name, *other_names = top
         if "sampled" in changes:
             entries["token_logprobs"][0] = changes["sampled"]
         for name in [sampled_name] if "sampled_in_top" in changes else other_names if "top" in changes else ():
             top[name] = changes.get("sampled_in_top", changes.get("top"))
-        return usual
+        return usual_answer
 
     return change
 
 
-def compressed(body: dict, usual: dict) -> web.Response:
+def compressed(body: dict, usual_answer: dict) -> web.Response:
     """Return the completion after 4 MB of spaces, in 4 kB."""
-    data = gzip.compress(b" " * 2**22 + json.dumps(usual).encode())
+    data = gzip.compress(b" " * 2**22 + json.dumps(usual_answer).encode())
     return web.Response(body=data, headers={"Content-Encoding": "gzip"})
 
 
@@ -143,7 +143,7 @@ class Endless:
     def __init__(self, server: ScriptedServer, is_announced: bool) -> None:
         self.server, self.is_announced, self.sent = server, is_announced, 0
 
-    async def __call__(self, body: dict, usual: dict) -> Any:
+    async def __call__(self, body: dict, usual_answer: dict) -> Any:
         response = web.StreamResponse()
         if self.is_announced:
             response.content_length = 40 * 2**20
@@ -169,7 +169,9 @@ class Endless:
         completion_with(logprobs=None),
         completion_with_log_probs(top=None),
         completion_with_log_probs(sampled_in_top=True),
-        lambda body, usual: completion_with(token_ids=[*usual["choices"][0]["token_ids"][:-1], 3.7])(body, usual),
+        lambda body, usual_answer: completion_with(token_ids=[*usual_answer["choices"][0]["token_ids"][:-1], 3.7])(
+            body, usual_answer
+        ),
         compressed,
     ],
     ids=["429", "503", "garbage", "list", "abort", "no log-probs", "null", "a boolean", "a broken id", "compressed"],
@@ -181,7 +183,7 @@ def test_a_failed_request_is_sent_again_and_answered_once(make, server, bad_answ
 
     assert sorted(int(rollout.uid) for rollout in rollouts) == list(range(8))
     assert engine.collect(1) == []
-    assert server.count("/v1/completions") == 11
+    assert server.count("/v1/completions") == 11  # 8 requests, 3 of them twice
 
     loss_event, return_event = engine.take_events()[:2]
     assert (loss_event["event"], loss_event["server"]) == ("server_lost", server.url)
@@ -208,7 +210,7 @@ def test_a_server_that_is_too_slow_loses_its_request_to_another(make, server, ot
     """It sends a byte now and then: the time limit is of the whole answer."""
     engine = make(server, other_server, timeout=1.0)
 
-    async def never(body: dict, usual: dict) -> Any:
+    async def never(body: dict, usual_answer: dict) -> Any:
         response = web.StreamResponse()
         await response.prepare(server.request)
         with contextlib.suppress(ConnectionError):
@@ -226,7 +228,7 @@ def test_a_server_that_is_too_slow_loses_its_request_to_another(make, server, ot
 def test_closing_while_a_server_writes_leaves_nothing_behind(make, server, tmp_path):
     engine = make(server, timeout=3600.0)
 
-    async def never(body: dict, usual: dict) -> Any:
+    async def never(body: dict, usual_answer: dict) -> Any:
         await asyncio.Event().wait()
 
     server.script["/v1/completions"] = never
@@ -242,10 +244,10 @@ def test_servers_share_the_work(make, server, other_server):
     """Both servers get prompts although one could run all of them at once."""
     engine = make(server, other_server, max_num_seqs=64)
 
-    async def wait_for_all(body: dict, usual: dict) -> Any:
+    async def wait_for_all(body: dict, usual_answer: dict) -> Any:
         while server.count("/v1/completions") + other_server.count("/v1/completions") < 20:
             await asyncio.sleep(0.001)
-        return usual
+        return usual_answer
 
     server.script["/v1/completions"] = other_server.script["/v1/completions"] = wait_for_all
     engine.generate(requests(20))
@@ -259,12 +261,12 @@ def test_no_server_is_asked_for_more_at_once_than_the_batch_size(make, server):
     engine = make(server, max_num_seqs=4)
     num_running, most_running = [0], [0]
 
-    async def watch(body: dict, usual: dict) -> Any:
+    async def watch(body: dict, usual_answer: dict) -> Any:
         num_running[0] += 1
         most_running[0] = max(most_running[0], num_running[0])
         await asyncio.sleep(0.005)
         num_running[0] -= 1
-        return usual
+        return usual_answer
 
     server.script["/v1/completions"] = watch
     engine.generate(requests(40))
@@ -275,37 +277,37 @@ def test_no_server_is_asked_for_more_at_once_than_the_batch_size(make, server):
 # What a response says
 
 
-def fewer_log_probs(body: dict, usual: dict) -> dict:
+def fewer_log_probs(body: dict, usual_answer: dict) -> dict:
     """Two top log-probs of each token, where three were asked for."""
-    log_probs = usual["choices"][0]["logprobs"]
-    fewer = [dict(list(top.items())[:2]) for top in log_probs["top_logprobs"]]
-    return completion_with(logprobs=log_probs | {"top_logprobs": fewer})(body, usual)
+    log_probs = usual_answer["choices"][0]["logprobs"]
+    shorter_lists = [dict(list(top.items())[:2]) for top in log_probs["top_logprobs"]]
+    return completion_with(logprobs=log_probs | {"top_logprobs": shorter_lists})(body, usual_answer)
 
 
-def other_vocabulary(body: dict, usual: dict) -> dict:
+def other_vocabulary(body: dict, usual_answer: dict) -> dict:
     """A completion of the first token that the model does not have."""
-    log_probs, tokens = usual["choices"][0]["logprobs"], [VOCAB_SIZE] * body["max_tokens"]
+    log_probs, tokens = usual_answer["choices"][0]["logprobs"], [VOCAB_SIZE] * body["max_tokens"]
     tops = [{f"token_id:{VOCAB_SIZE + k}": -1.0 - k for k in range(body["logprobs"])}] * len(tokens)
     changed_log_probs = {"token_logprobs": [-1.0] * len(tokens), "top_logprobs": tops}
-    return completion_with(token_ids=tokens, logprobs=log_probs | changed_log_probs)(body, usual)
+    return completion_with(token_ids=tokens, logprobs=log_probs | changed_log_probs)(body, usual_answer)
 
 
-def cut_short(body: dict, usual: dict) -> dict:
+def cut_short(body: dict, usual_answer: dict) -> dict:
     """The first four tokens of the usual completion."""
-    choice = usual["choices"][0]
+    choice = usual_answer["choices"][0]
     log_probs = {name: values[:4] for name, values in choice["logprobs"].items()}
-    return completion_with(token_ids=choice["token_ids"][:4], logprobs=log_probs)(body, usual)
+    return completion_with(token_ids=choice["token_ids"][:4], logprobs=log_probs)(body, usual_answer)
 
 
-def too_long(body: dict, usual: dict) -> dict:
+def too_long(body: dict, usual_answer: dict) -> dict:
     """Twice as many tokens as were asked for, the last of them a stop token."""
-    choice = usual["choices"][0]
+    choice = usual_answer["choices"][0]
     doubled_log_probs = {name: values * 2 for name, values in choice["logprobs"].items()}
     doubled_log_probs["top_logprobs"][-1] = {f"token_id:{token}": -4.0 for token in (EOS, 7, 8, 9)}
     doubled_log_probs["token_logprobs"][-1] = -4.0
     tokens = [*choice["token_ids"] * 2]
     tokens[-1] = EOS
-    return completion_with(token_ids=tokens, logprobs=doubled_log_probs, finish_reason="stop")(body, usual)
+    return completion_with(token_ids=tokens, logprobs=doubled_log_probs, finish_reason="stop")(body, usual_answer)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +361,7 @@ def test_a_redirect_to_another_server_is_not_followed(make, server, other_server
     engine = make(server)
     location = f"{other_server.url}/v1/completions"
     server.script["/v1/completions"] = every_answer(
-        lambda body, usual: web.Response(status=307, headers={"Location": location}, text="moved")
+        lambda body, usual_answer: web.Response(status=307, headers={"Location": location}, text="moved")
     )
 
     with pytest.raises(EngineError, match=r"HTTP 307 to /v1/completions.*redirects are not followed.*engine.urls"):
@@ -370,11 +372,11 @@ def test_a_redirect_to_another_server_is_not_followed(make, server, other_server
 def test_scores_that_are_no_log_probs_are_refused(make, server):
     engine = make(server)
 
-    def score(body: dict, usual: dict) -> dict:
+    def score(body: dict, usual_answer: dict) -> dict:
         token = body["logprob_token_ids"][0]
         entries = [{str(token_id): {"logprob": -1.0}} for token_id in body["prompt"]]
         tops = {"top_logprobs": [{f"token_id:{token}": math.nan}]}
-        return {"choices": [usual["choices"][0] | {"logprobs": tops, "prompt_logprobs": entries}]}
+        return {"choices": [usual_answer["choices"][0] | {"logprobs": tops, "prompt_logprobs": entries}]}
 
     server.script["/v1/completions"] = every_answer(score)
 
@@ -465,9 +467,9 @@ def test_weights_that_another_run_sent_are_an_error(make, server):
     engine = make(server)
     server.tag = "jackpot-another-3"
 
-    for use in (lambda: engine.generate(requests(1)), lambda: engine.update_weights(constant_weights(1.0), NEW)):
+    for call in (lambda: engine.generate(requests(1)), lambda: engine.update_weights(constant_weights(1.0), NEW)):
         with pytest.raises(EngineError, match=r"another run updates the weights of .*jackpot-another-3"):
-            use()
+            call()
     assert server.tag == "jackpot-another-3"
 
 
@@ -521,7 +523,7 @@ def once_failing(server: ScriptedServer, path: str):
     """One route fails once and works afterwards."""
     calls_to_failure = [1]
 
-    async def script(body: dict, usual: dict) -> Any:
+    async def script(body: dict, usual_answer: dict) -> Any:
         calls_to_failure[0] -= 1
         if calls_to_failure[0] == 0:
             return web.Response(status=500)
@@ -539,7 +541,7 @@ def test_a_server_that_fails_at_an_update_gets_weights_later(make, server, path)
     engine.update_weights(constant_weights(1.0), NEW)
 
     assert server.count("/pause") == server.count("/resume")
-    assert server.count("/resume") == 3
+    assert server.count("/resume") == 3  # at the start, at the update that failed, and later
 
     rollout = engine.generate(requests(1))[0]
     assert rollout.rollout_log_probs.numpy() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
@@ -659,7 +661,7 @@ def test_a_quantized_server_gets_codes_and_the_digest_of_weights(make, server):
     assert engine.update_weights(new_weights, NEW) == weights_digest(new_weights, torch.float32)
 
     codes = {name: array for name, array in server.weights.items() if name.endswith("_proj.weight")}
-    assert len(codes) == 14
+    assert len(codes) == 14  # two layers of seven
     assert all(array.dtype == np.int8 and (array == 127).all() for array in codes.values())
     assert all(server.weights[f"{name}_scale"] == pytest.approx(0.5 / 127) for name in codes)
     assert [event["to"] for event in engine.take_events()] == ["int8_w8a8"]
@@ -726,13 +728,13 @@ def test_the_api_key_of_the_environment_goes_to_servers_alone(make, server, monk
     assert KEY not in str(engine.take_events())
 
 
-@pytest.mark.parametrize("elsewhere", ["http://node7:8000", "http://[2001:db8::1]:8000"])
-def test_servers_of_other_machines_need_a_key(make, server, monkeypatch, elsewhere):
+@pytest.mark.parametrize("remote_url", ["http://node7:8000", "http://[2001:db8::1]:8000"])
+def test_servers_of_other_machines_need_a_key(make, server, monkeypatch, remote_url):
     """It is said before anything is sent to them."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(EngineError, match="VLLM_API_KEY") as error:
-        make(server, elsewhere)
-    assert str(error.value).startswith(f"{elsewhere}: not on this machine's loopback interface")
+        make(server, remote_url)
+    assert str(error.value).startswith(f"{remote_url}: not on this machine's loopback interface")
 
 
 def test_servers_out_of_reach_are_an_error_after_the_patience(make):
@@ -797,15 +799,15 @@ def test_a_server_is_never_left_paused(make, server, path):
     """Either `/pause` or `/resume` fails at first."""
     engine, is_paused = make(server), [False]
 
-    async def pause(body: dict, usual: dict) -> Any:
+    async def pause(body: dict, usual_answer: dict) -> Any:
         is_paused[0] = True
-        return fail(body, usual) if path == "/pause" and failing_calls.pop(0) else usual
+        return fail(body, usual_answer) if path == "/pause" and failing_calls.pop(0) else usual_answer
 
-    async def resume(body: dict, usual: dict) -> Any:
+    async def resume(body: dict, usual_answer: dict) -> Any:
         if path == "/resume" and failing_calls.pop(0):
-            return fail(body, usual)
+            return fail(body, usual_answer)
         is_paused[0] = False
-        return usual
+        return usual_answer
 
     failing_calls, fail = [True, False, False, False], failure(503)
     server.script |= {"/pause": pause, "/resume": resume}
@@ -820,10 +822,10 @@ def test_weights_that_a_server_still_reads_stay(make, server, other_server):
     engine = make(server, other_server)
     load_began, load_may_end, completions_fail = threading.Event(), threading.Event(), [True]
 
-    async def complete(body: dict, usual: dict) -> Any:
-        return failure(500)(body, usual) if completions_fail[0] else usual
+    async def complete(body: dict, usual_answer: dict) -> Any:
+        return failure(500)(body, usual_answer) if completions_fail[0] else usual_answer
 
-    async def load(body: dict, usual: dict) -> Any:
+    async def load(body: dict, usual_answer: dict) -> Any:
         load_began.set()
         while not load_may_end.is_set():
             await asyncio.sleep(0.01)
@@ -833,12 +835,12 @@ def test_weights_that_a_server_still_reads_stay(make, server, other_server):
     other_server.script |= {"/v1/completions": complete, "reload_weights": load}
 
     engine.submit(requests(12))
-    collected = engine.collect(6)
+    collected_rollouts = engine.collect(6)
 
     other_server.restart()
     completions_fail[0] = False
 
-    assert len(collected + engine.collect(6)) == 12
+    assert len(collected_rollouts + engine.collect(6)) == 12
     assert load_began.wait(30.0)
 
     engine.update_weights(constant_weights(1.0), NEW)  # `server` has them, `other_server` still reads the ones before

@@ -114,7 +114,7 @@ def test_responses_have_the_policys_exact_distribution(tmp_path):
     rollouts = engine.generate([tiny_request(f"{i}", seed=i, prompt=PROMPT, **sampling) for i in range(count)])
 
     response_counts = Counter(tuple(rollout.token_ids.tolist()) for rollout in rollouts)
-    observed = np.array([response_counts[tuple(response)] for response in responses.tolist()])
+    observed_counts = np.array([response_counts[tuple(response)] for response in responses.tolist()])
     is_common = exact_probs * count >= 5.0
 
     assert exact_probs.sum() == pytest.approx(1.0)
@@ -122,7 +122,7 @@ def test_responses_have_the_policys_exact_distribution(tmp_path):
 
     # all rare responses are one class
     observed_classes, expected_classes = (
-        [*counts[is_common], counts[~is_common].sum()] for counts in (observed, exact_probs * count)
+        [*counts[is_common], counts[~is_common].sum()] for counts in (observed_counts, exact_probs * count)
     )
 
     assert chisquare(observed_classes, expected_classes).pvalue > 1e-3

@@ -59,8 +59,10 @@ def largest_gap(rollouts: list[Rollout], reference: Reference) -> float:
     gaps = []
     for rollout in rollouts:
         tokens = rollout.token_ids.tolist()
-        exact = reference.log_probs(rollout.prompt, tokens, tiny_request("").sampling)[np.arange(len(tokens)), tokens]
-        gaps.append(np.abs(np.exp(exact) - rollout.rollout_log_probs.double().exp().numpy()).max())
+        exact_log_probs = reference.log_probs(rollout.prompt, tokens, tiny_request("").sampling)[
+            np.arange(len(tokens)), tokens
+        ]
+        gaps.append(np.abs(np.exp(exact_log_probs) - rollout.rollout_log_probs.double().exp().numpy()).max())
     return float(max(gaps))
 
 
@@ -87,12 +89,12 @@ def test_new_weights_reach_cached_prompts_and_the_output_layer(tmp_path, is_tied
 def test_rollouts_are_generated_while_the_caller_does_not_wait(old_engine):
     old_engine.submit([tiny_request(f"{i}", seed=i, max_new_tokens=30) for i in range(50)])
 
-    collected, deadline = [], time.monotonic() + 300.0
-    while len(collected) < 50 and time.monotonic() < deadline:
-        collected += old_engine.collect(50, timeout=0.0)  # takes what is there and lets nothing happen
+    collected_rollouts, deadline = [], time.monotonic() + 300.0
+    while len(collected_rollouts) < 50 and time.monotonic() < deadline:
+        collected_rollouts += old_engine.collect(50, timeout=0.0)  # takes what is there and lets nothing happen
         time.sleep(0.05)  # a loop without a pause would take the interpreter from the engine's thread
 
-    assert len({rollout.uid for rollout in collected}) == 50
+    assert len({rollout.uid for rollout in collected_rollouts}) == 50
 
 
 def test_vllm_makes_no_python_object_of_a_top_log_prob(old_engine, monkeypatch):
@@ -155,8 +157,8 @@ def test_scores_are_right_while_responses_are_unfinished(old_engine, folder):
     for temperature in (1.0, 0.7):
         old_engine.submit([tiny_request(f"{i}", seed=i, max_new_tokens=40) for i in range(8)])
         sampling = tiny_request("", temperature=temperature).sampling
-        exact = reference.log_probs(rollout.prompt, tokens, sampling)[np.arange(len(tokens)), tokens]
-        assert old_engine.score([rollout], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
+        exact_log_probs = reference.log_probs(rollout.prompt, tokens, sampling)[np.arange(len(tokens)), tokens]
+        assert old_engine.score([rollout], temperature)[0].numpy() == pytest.approx(exact_log_probs, abs=2e-5)
         assert len(old_engine.collect(8)) == 8
 
 
@@ -168,8 +170,8 @@ def test_a_whole_context_can_be_scored_and_no_more(old_engine, folder):
 
     for temperature in (1.0, 0.7):
         sampling = tiny_request("", temperature=temperature).sampling
-        exact = reference.log_probs(full_rollout.prompt, tokens, sampling)[np.arange(4), tokens]
-        assert old_engine.score([full_rollout], temperature)[0].numpy() == pytest.approx(exact, abs=2e-5)
+        exact_log_probs = reference.log_probs(full_rollout.prompt, tokens, sampling)[np.arange(4), tokens]
+        assert old_engine.score([full_rollout], temperature)[0].numpy() == pytest.approx(exact_log_probs, abs=2e-5)
     with pytest.raises(EngineError, match="65 tokens"):
         old_engine.score([replace(full_rollout, prompt=tiny_prompt(61))], 1.0)
     assert old_engine.score([], 1.0) == []
@@ -299,6 +301,6 @@ def test_more_prompts_than_fit_a_step_of_vllm_are_scored(folder):
     scores = engine.score([rollout_of(request.prompt, [2, 3, 4]) for request in requests], 1.0)
     engine.close()
 
-    exact = reference.log_probs(requests[-1].prompt, [2, 3, 4], requests[-1].sampling)
+    exact_log_probs = reference.log_probs(requests[-1].prompt, [2, 3, 4], requests[-1].sampling)
 
-    assert scores[-1].tolist() == pytest.approx([exact[t, t + 2] for t in range(3)], abs=2e-5)
+    assert scores[-1].tolist() == pytest.approx([exact_log_probs[t, t + 2] for t in range(3)], abs=2e-5)

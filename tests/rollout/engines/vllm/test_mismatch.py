@@ -29,16 +29,16 @@ def measured_pairs(
 
 def test_only_float32_vllm_is_transformers_up_to_rounding():
     pairs = measured_pairs([VLLM, VLLM | {"dtype": "bf16"}], [{"dtype": "fp32"}])
-    fp32, bf16 = (pair.numbers for pair in pairs)
+    fp32_numbers, bf16_numbers = (pair.numbers for pair in pairs)
 
     assert [pair.name for pair in pairs] == ["vllm fp32", "vllm bf16"]
-    assert fp32.kl_is_exact
+    assert fp32_numbers.kl_is_exact
     assert pairs[0].top_log_probs == 32
-    assert fp32.max_gap < 1e-4
-    assert fp32.kl[0].value < 1e-9
-    assert 1e-4 < bf16.gap.value < 0.02
-    assert bf16.kl[0].value > 1e-6
-    assert all(response_numbers.max_gap < 0.2 for response_numbers in bf16.each)
+    assert fp32_numbers.max_gap < 1e-4
+    assert fp32_numbers.kl[0].value < 1e-9
+    assert 1e-4 < bf16_numbers.gap.value < 0.02
+    assert bf16_numbers.kl[0].value > 1e-6
+    assert all(response_numbers.max_gap < 0.2 for response_numbers in bf16_numbers.each)
 
 
 def test_a_wide_head_of_vllm_is_that_of_transformers():

@@ -157,8 +157,8 @@ def test_torch_compile_is_disabled_on_the_thread_of_vllm_alone():
     assert not torch._dynamo.config.disable
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda", ["wait", "load", "wait"]), ("cpu", ["load"])])
-def test_new_weights_wait_for_the_streams_of_both_threads(device, expected, monkeypatch):
+@pytest.mark.parametrize(("device", "expected_calls"), [("cuda", ["wait", "load", "wait"]), ("cpu", ["load"])])
+def test_new_weights_wait_for_the_streams_of_both_threads(device, expected_calls, monkeypatch):
     calls = []
     engine = VLLMEngine.__new__(VLLMEngine)
     BackgroundEngine.__init__(engine, Version(0, 0))
@@ -170,5 +170,5 @@ def test_new_weights_wait_for_the_streams_of_both_threads(device, expected, monk
 
     engine.update_weights([], Version(1, 1))
 
-    assert calls == expected
+    assert calls == expected_calls
     assert engine.version == Version(1, 1)
