@@ -107,8 +107,8 @@ class Case:
 
 
 def objective(name="obrs", **changes):
-    numbers = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", kappa="none") if name == "obrs" else {}
-    return policy_objective(name, **numbers | CLIPS | changes)
+    settings = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", kappa="none") if name == "obrs" else {}
+    return policy_objective(name, **settings | CLIPS | changes)
 
 
 def rollout_objective(**changes):
@@ -270,11 +270,13 @@ def test_the_policys_loss_and_gradient_are_the_equation(target, proximal, mask):
             "rollout": case.batch.rollout_log_probs,
         }
         log_probs = {name: values[index].item() for name, values in tensors_by_name.items()}
+
         rho = math.exp(log_probs[target] - log_probs["rollout"])
         z = (anchor.z if target == "old" else scores.z).value[index].item()
         acceptance = min(1.0, rho / lam)
         accept = acceptance if mask == "expected" else float(case.batch.uniforms[index].item() < acceptance)
         weight = min(z * max(lam, rho), c1) * min(math.exp(log_probs[proximal] - log_probs[target]), c2)
+
         ratio = math.exp(log_probs["new"] - log_probs[proximal])
         value, slope = surrogate(ratio, case.batch.advantages[index].item(), low=0.2, high=0.3)
         total -= accept * weight * value
@@ -440,11 +442,13 @@ def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7(proximal, distill)
             "new": scores.rollout_model_log_probs[index].item(),
             "rollout": case.batch.rollout_log_probs[index].item(),
         }
+
         weight = min(math.exp(log_probs[proximal] - log_probs["rollout"]), 1.2)
         ratio = math.exp(log_probs["new"] - log_probs[proximal])
         value, slope = surrogate(ratio, case.batch.advantages[index].item(), low=0.1, high=0.15)
         base_log_probs, other_log_probs = (log_p, log_q) if distill == "forward" else (log_q, log_p)
         kl = math.fsum(np.exp(base_log_probs[n]) * (base_log_probs[n] - other_log_probs[n]))
+
         total += -0.7 * weight * value + 0.4 * kl
         slopes[index] = -0.7 * weight * slope
         kl_sum += kl

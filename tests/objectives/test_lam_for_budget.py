@@ -23,7 +23,7 @@ def reachable(pair):
 @settings(few, max_examples=80)
 @given(pairs(), st.floats(1e-6, 1.0))
 @example((normalised([0.0, -0.5, -0.9]), normalised([-40.0, 0.0, -0.4])), 1.0)
-def test_lam_for_budget_is_accepted_at_exactly_that_rate(pair, share):
+def test_at_the_lam_of_a_budget_that_share_is_accepted(pair, share):
     reachable_mass = reachable(pair)
     assume(reachable_mass > 1e-12)
     budget = share * min(reachable_mass, 1.0)
@@ -35,7 +35,7 @@ def test_lam_for_budget_is_accepted_at_exactly_that_rate(pair, share):
     assert enumerated(*pair, lam)[1] == pytest.approx(budget, rel=1e-9, abs=2e-14)
 
 
-def test_lam_for_budget_at_every_boundary_between_two_ratios():
+def test_lam_for_budget_is_exact_next_to_every_ratio():
     """Budgets that put lam on, just above and just below each ratio, where a rounding error picks another segment."""
     generator = np.random.default_rng(0)
 

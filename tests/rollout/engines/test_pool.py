@@ -179,7 +179,7 @@ def test_an_engine_that_ends_at_each_attempt_ends_the_run(new_folder, folder, mo
             engine.generate(requests(5))
 
 
-def test_an_engine_that_holds_other_weights_is_named(new_folder, folder) -> None:
+def test_an_engine_that_holds_other_weights_is_refused(new_folder, folder) -> None:
     class Wrong(ThreadLink):
         def restart(self) -> None:
             super().restart()

@@ -370,10 +370,10 @@ def test_filters_are_refused(make, server):
             make(server).submit(requests(1, **filters))
 
 
-def test_fewer_bits_are_refused():
-    for bits in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
+def test_quantization_and_an_fp8_cache_are_refused():
+    for settings in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(pydantic.ValidationError, match="not for sglang_server"):
-            SGLangServerEngineConfig(urls="http://127.0.0.1:1", **bits)
+            SGLangServerEngineConfig(urls="http://127.0.0.1:1", **settings)
 
 
 def test_the_api_key_comes_from_the_environment(make, server, monkeypatch):

@@ -53,7 +53,7 @@ def test_every_architecture_that_gets_masks_made_here_is_tried():
     assert {CHANGES[name][0] for name in CHANGES} >= _PASS_MASKS_ON
 
 
-def test_responses_longer_than_the_first_room_of_the_cache(monkeypatch):
+def test_responses_that_outgrow_the_cache_equal_one_pass(monkeypatch):
     monkeypatch.setattr(cache_module, "_MIN_GROWTH", 4)
     model = make_model("qwen3")
     reference = copy.deepcopy(model)
@@ -105,7 +105,7 @@ def test_only_full_attention_and_windows_are_written_in_place(name, changes, is_
     assert type(cache) is (BatchKVCache if is_in_place else DynamicCache)
 
 
-def test_the_smallest_window_counts():
+def test_a_cache_has_the_sliding_window_of_its_model():
     assert make_cache(make_config("llama"), max_length=99).sliding_window is None
     assert make_cache(make_config("gemma2"), max_length=99).sliding_window == WINDOW
 

@@ -124,8 +124,10 @@ def completion_with_log_probs(**changes: Any) -> Callable[[dict, dict], dict]:
         sampled_name, *other_names = top
         if "sampled" in changes:
             entries["token_logprobs"][0] = changes["sampled"]
-        for name in [sampled_name] if "sampled_in_top" in changes else other_names if "top" in changes else ():
-            top[name] = changes.get("sampled_in_top", changes.get("top"))
+        if "sampled_in_top" in changes:
+            top[sampled_name] = changes["sampled_in_top"]
+        elif "top" in changes:
+            top |= dict.fromkeys(other_names, changes["top"])
         return usual_answer
 
     return change
@@ -183,7 +185,7 @@ def test_a_failed_request_is_sent_again_and_answered_once(make, server, bad_answ
 
     assert sorted(int(rollout.uid) for rollout in rollouts) == list(range(8))
     assert engine.collect(1) == []
-    assert server.count("/v1/completions") == 11  # 8 requests, 3 of them twice
+    assert server.count("/v1/completions") == 11  # 8 requests and 3 failures
 
     loss_event, return_event = engine.take_events()[:2]
     assert (loss_event["event"], loss_event["server"]) == ("server_lost", server.url)
@@ -541,7 +543,7 @@ def test_a_server_that_fails_at_an_update_gets_weights_later(make, server, path)
     engine.update_weights(constant_weights(1.0), NEW)
 
     assert server.count("/pause") == server.count("/resume")
-    assert server.count("/resume") == 3  # at the start, at the update that failed, and later
+    assert server.count("/resume") == 3  # at the start, at the update that failed, and when it is sent again
 
     rollout = engine.generate(requests(1))[0]
     assert rollout.rollout_log_probs.numpy() == pytest.approx(-np.log(VOCAB_SIZE) - 1.0)
