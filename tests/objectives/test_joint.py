@@ -28,7 +28,6 @@ V, H, K = 7, 6, 3  # vocabulary, hidden size, length of the top-k lists
 MAX_LENGTH = 9  # the longest response that the settings allow
 LENGTHS = [5, 3, 0, 1]
 RTOL = 1e-11
-NO_ROLLOUT_MODEL = None  # in place of its objective, where it is not trained
 CLIPS = dict(clip_low=0.2, clip_high=0.3)
 
 
@@ -98,6 +97,10 @@ class Case:
             rollout_model_old_log_probs=rollout_old * self.mask,
             z=ZEstimate(*(component * self.mask for component in (z, z, z + 0.1, z + 0.5, z + 0.4, z + 0.3))),
         )
+
+    def loss(self, policy, scores, anchor, *, rollout_model=None):
+        """Compute the joint loss; without an objective of the rollout model this one is not trained."""
+        return loss_of(policy, rollout_model, self.batch, scores, anchor, MAX_LENGTH)
 
     def log_softmax(self, role):
         """Compute the log-probs [N, V] with numpy."""
@@ -258,7 +261,7 @@ def test_the_policys_loss_and_gradient_are_the_equation(target, proximal, mask):
     scores.log_probs.retain_grad()
     settings = objective(target=target, proximal=proximal, mask=mask)
 
-    loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, scores, anchor, MAX_LENGTH)
+    loss = case.loss(settings, scores, anchor)
     loss.policy.backward()
 
     total, slopes = 0.0, torch.zeros(B, T, dtype=torch.float64)
@@ -322,7 +325,7 @@ def test_every_surrogate_takes_every_corrections_weight(name, correction):
     correction, _, mask = correction.partition(" ")
     settings = objective(correction, surrogate=name, **({"mask": mask} if mask else {}))
 
-    loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, scores, anchor, MAX_LENGTH)
+    loss = case.loss(settings, scores, anchor)
     loss.policy.backward()
 
     ratios = (scores.log_probs.detach() - anchor.old_log_probs).exp().tolist()
@@ -334,7 +337,7 @@ def test_every_surrogate_takes_every_corrections_weight(name, correction):
 def test_a_trust_region_follows_the_sign_of_the_advantages():
     case = Case(seed=3, lam=1.0)
     settings = objective("dppo", divergence="topk", max_tv=0.45, target="new", proximal="new")
-    loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
+    loss = case.loss(settings, case.scores(), case.anchor())
 
     log_p = case.log_softmax("policy")
     expected_mask = []
@@ -358,7 +361,7 @@ def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
     scores, anchor = case.scores(), case.anchor()
     settings = objective(aggregate=aggregate, count=count, mask=mask)
 
-    loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, scores, anchor, MAX_LENGTH)
+    loss = case.loss(settings, scores, anchor)
     metrics, trace = reported(settings, loss)
 
     ratio = (scores.log_probs - anchor.old_log_probs).exp().tolist()
@@ -390,7 +393,7 @@ def test_only_log_probs_carry_the_policys_gradient():
         scores = case.scores()
         settings = objective(target=name, proximal="new", kappa="prepass")
 
-        loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, scores, case.anchor(), MAX_LENGTH)
+        loss = case.loss(settings, scores, case.anchor())
         loss.policy.backward()
         assert case.weight["rollout_model"].grad is None
 
@@ -425,7 +428,7 @@ def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7(proximal, distill)
 
     # rejects every token of the policy's: the rollout model's loss must not see it
     rejecting_settings = objective(lam=1e6)
-    loss = loss_of(rejecting_settings, rollout_objective(proximal=proximal), case.batch, scores, anchor, MAX_LENGTH)
+    loss = case.loss(rejecting_settings, scores, anchor, rollout_model=rollout_objective(proximal=proximal))
 
     assert loss.correction.accept_mask.sum() == 0
     assert loss.policy.item() == 0.0
@@ -471,9 +474,7 @@ def test_the_rollout_models_loss_and_gradient_are_eqs_6_and_7(proximal, distill)
 @pytest.mark.parametrize("distill", ["forward", "reverse"])
 def test_distillation_never_reaches_the_policy(distill):
     case = Case()
-    loss = loss_of(
-        objective(), rollout_objective(), case.batch, case.scores(distill=distill), case.anchor(), MAX_LENGTH
-    )
+    loss = case.loss(objective(), case.scores(distill=distill), case.anchor(), rollout_model=rollout_objective())
     loss.rollout_model.backward()
 
     assert case.weight["policy"].grad is None or (case.weight["policy"].grad == 0).all()
@@ -483,13 +484,11 @@ def test_distillation_never_reaches_the_policy(distill):
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_rollout_model_divides_by_proposed_tokens(aggregate):
     case = Case()
-    loss = loss_of(
+    loss = case.loss(
         objective(count="accepted"),
-        rollout_objective(aggregate=LOSS_AGG_MODES[aggregate]),
-        case.batch,
         case.scores(),
         case.anchor(),
-        MAX_LENGTH,
+        rollout_model=rollout_objective(aggregate=LOSS_AGG_MODES[aggregate]),
     )
     expected_count = {"token-mean": 8, "seq-mean-token-mean": 3, "seq-mean-token-sum-norm": B * MAX_LENGTH}[aggregate]
 
@@ -498,7 +497,7 @@ def test_the_rollout_model_divides_by_proposed_tokens(aggregate):
 
 def test_a_rollout_model_out_of_training_has_no_loss_or_metric():
     case = Case()
-    loss = loss_of(objective(), NO_ROLLOUT_MODEL, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
+    loss = case.loss(objective(), case.scores(), case.anchor())
     assert loss.rollout_model.item() == 0.0
     assert not loss.rollout_model.requires_grad
     assert "rollout_model/loss" not in loss.metrics
@@ -511,7 +510,7 @@ def test_the_mismatch_is_of_all_tokens_before_any_correction():
     case = Case(seed=7)
     scores, anchor = case.scores(), case.anchor()
 
-    metrics = loss_of(objective(lam=1e6), NO_ROLLOUT_MODEL, case.batch, scores, anchor, MAX_LENGTH).metrics
+    metrics = case.loss(objective(lam=1e6), scores, anchor).metrics
 
     rollout_log_probs = case.batch.rollout_log_probs[case.mask].numpy()
     old_log_probs = anchor.old_log_probs[case.mask].numpy()
@@ -538,7 +537,7 @@ def test_the_largest_advantage_is_of_before_and_after_rejection():
     advantages = case.batch.advantages.abs()
     sampled_indices = list(map(tuple, case.mask.nonzero().tolist()))
     settings = objective()
-    loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
+    loss = case.loss(settings, case.scores(), case.anchor())
     metrics, trace = reported(settings, loss)
     largest_advantage = max(advantages[index].item() for index in sampled_indices)
 
@@ -548,7 +547,7 @@ def test_the_largest_advantage_is_of_before_and_after_rejection():
     assert metrics["policy/largest_kept_advantage"].value.item() == largest_kept_advantage
 
     settings = objective(lam=1e6)
-    loss = loss_of(settings, NO_ROLLOUT_MODEL, case.batch, case.scores(), case.anchor(), MAX_LENGTH)
+    loss = case.loss(settings, case.scores(), case.anchor())
     rejected_metrics, _ = reported(settings, loss)
 
     assert rejected_metrics["policy/largest_kept_advantage"].value.item() == 0.0
@@ -559,7 +558,7 @@ def test_the_clipped_share_counts_tokens_without_gradient():
     case = Case(seed=9)
     scores, anchor = case.scores(), case.anchor()
 
-    loss = loss_of(objective(), NO_ROLLOUT_MODEL, case.batch, scores, anchor, MAX_LENGTH)
+    loss = case.loss(objective(), scores, anchor)
     clip_fraction = reported(objective(), loss)[0]["policy/clip_frac"]
 
     ratios = (scores.log_probs - anchor.old_log_probs).exp()
@@ -577,7 +576,7 @@ def test_the_trace_holds_what_the_loss_used():
     scores, anchor = case.scores(), case.anchor()
     settings = objective(mask="expected")
 
-    _, trace = reported(settings, loss_of(settings, NO_ROLLOUT_MODEL, case.batch, scores, anchor, MAX_LENGTH))
+    _, trace = reported(settings, case.loss(settings, scores, anchor))
 
     acceptance = (anchor.old_log_probs - case.batch.rollout_log_probs - math.log(case.lam)).exp().clamp(max=1.0)
 
@@ -603,7 +602,7 @@ def test_values_at_unsampled_tokens_change_no_loss_or_gradient(garbage_value, pr
     def loss_and_gradients(batch):
         case.batch = batch
         policy_settings, rollout_settings = objective(proximal=proximal), rollout_objective()
-        loss = loss_of(policy_settings, rollout_settings, batch, case.scores(), anchor, MAX_LENGTH)
+        loss = case.loss(policy_settings, case.scores(), anchor, rollout_model=rollout_settings)
         case.weight["policy"].grad = case.weight["rollout_model"].grad = None
         (loss.policy + loss.rollout_model).backward()
         return loss, case.weight["policy"].grad, case.weight["rollout_model"].grad
