@@ -257,7 +257,9 @@ def reported(objective, loss, totals=None):
 @pytest.mark.parametrize("mask", ["sampled", "expected"])
 def test_the_policys_loss_and_gradient_are_the_equation(target, proximal, mask):
     case = Case(seed=3)
-    scores, anchor, lam, c1, c2 = case.scores(), case.anchor(), case.lam, 1.1, 1.2
+    scores, anchor = case.scores(), case.anchor()
+    lam = case.lam
+    c1, c2 = 1.1, 1.2  # those of `objective`
     scores.log_probs.retain_grad()
     settings = objective(target=target, proximal=proximal, mask=mask)
 

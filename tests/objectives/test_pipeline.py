@@ -10,6 +10,7 @@ scores, the correction, the surrogate and the aggregate; the right side is numpy
 
 import itertools
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -29,6 +30,14 @@ def make_objective(name="obrs", **changes):
     """The policy's objective without any clip; OBRS with lam = 1 unless changed."""
     settings = dict(lam=1.0, c1=math.inf, c2=math.inf, mask="sampled", kappa="none") if name == "obrs" else {}
     return policy_objective(name, **settings | dict(clip_low=math.inf, clip_high=math.inf) | changes)
+
+
+class ExpectedGradients(NamedTuple):
+    """The loss's gradients in expectation, and the mean of its denominators."""
+
+    policy: np.ndarray  # [S, V]
+    rollout_model: torch.Tensor | None  # [V, S]
+    mean_denominator: float
 
 
 class Setting:
@@ -64,7 +73,7 @@ class Setting:
             if probability > 0.0:
                 yield probability, torch.tensor([uniforms], dtype=torch.float64)
 
-    def expected_gradient(self, objective, rollout_objective=None, num_top=VOCAB):
+    def expected_gradients(self, objective, rollout_objective=None, num_top=VOCAB):
         """Average the loss's gradient over sequences of p_inf and acceptance masks; denominators are averaged alike."""
         policy_weight, rollout_weight = tabular.weight_of(self.policy), tabular.weight_of(self.rollout)
         old_weight = tabular.weight_of(self.old)
@@ -83,7 +92,7 @@ class Setting:
                 (sequence_probability * probability * (loss.policy + loss.rollout_model)).backward()
                 _, denominator = policy_loss(objective, loss.terms, loss.correction, self.world.horizon)
                 mean_denominator += sequence_probability * probability * denominator.item()
-        return policy_weight.grad.numpy().T, rollout_weight.grad, mean_denominator
+        return ExpectedGradients(policy_weight.grad.numpy().T, rollout_weight.grad, mean_denominator)
 
     def formula(self, coefficients):
         """- sum_s d_inf(s) sum_a coefficients(s, a) A_inf(s, a) grad log p(a|s): the gradient of a loss, [S, V]."""
@@ -114,7 +123,7 @@ def test_sequences_and_masks_are_enumerated_completely():
 def test_the_pipeline_follows_the_target_up_to_z(horizon, seed, lam, mask):
     setting = Setting(horizon, seed)
 
-    gradient, _, _ = setting.expected_gradient(make_objective(lam=lam, mask=mask))
+    gradient = setting.expected_gradients(make_objective(lam=lam, mask=mask)).policy
 
     z = setting.z(setting.policy, lam)
     expected_gradient = setting.formula(z[:, None] * tabular.probabilities(setting.policy))
@@ -127,7 +136,7 @@ def test_the_pipeline_follows_the_target_up_to_z(horizon, seed, lam, mask):
 def test_with_one_token_it_is_the_on_policy_gradient_up_to_z(mask):
     setting = Setting(horizon=1, seed=2)
 
-    gradient, _, _ = setting.expected_gradient(make_objective(lam=1.3, mask=mask))
+    gradient = setting.expected_gradients(make_objective(lam=1.3, mask=mask)).policy
 
     table = torch.from_numpy(setting.policy.copy()).requires_grad_()
     rewards = torch.tensor([setting.rewards[(token,)] for token in range(VOCAB)], dtype=torch.float64)
@@ -143,7 +152,7 @@ def test_longer_responses_are_not_the_on_policy_gradient():
     """What OBRS does not correct: states and returns stay those of the rollout model."""
     setting = Setting(horizon=2, seed=0)
 
-    gradient, _, _ = setting.expected_gradient(make_objective())
+    gradient = setting.expected_gradients(make_objective()).policy
 
     d = tabular.visits(setting.world, setting.policy)
     advantages = tabular.values(setting.world, setting.policy, setting.rewards)
@@ -158,7 +167,7 @@ def test_after_an_update_the_ratio_leads_on_to_the_new_policy(mask):
     """Target old, proximal old, no clip: the target's weight times p_new / p_old is the weight of the new policy."""
     setting = Setting(horizon=2, seed=3, is_stale=True)
 
-    gradient, _, _ = setting.expected_gradient(make_objective(lam=0.8, mask=mask))
+    gradient = setting.expected_gradients(make_objective(lam=0.8, mask=mask)).policy
     z = setting.z(setting.old, 0.8)
 
     np.testing.assert_allclose(
@@ -170,7 +179,7 @@ def test_after_an_update_the_ratio_leads_on_to_the_new_policy(mask):
 def test_with_target_and_proximal_new_z_is_of_the_new_policy(mask):
     setting = Setting(horizon=2, seed=4, is_stale=True)
 
-    gradient, _, _ = setting.expected_gradient(make_objective(target="new", proximal="new", lam=0.8, mask=mask))
+    gradient = setting.expected_gradients(make_objective(target="new", proximal="new", lam=0.8, mask=mask)).policy
     z = setting.z(setting.policy, 0.8)
 
     assert np.abs(z - setting.z(setting.old, 0.8)).max() > 0.05
@@ -183,7 +192,7 @@ def test_the_second_factor_carries_new_over_to_old():
     """p_target / p~ times p_old / p_new times the ratio p_new / p_old: the same expectation, by another route."""
     setting = Setting(horizon=2, seed=4, is_stale=True)
 
-    gradient, _, _ = setting.expected_gradient(make_objective(target="new", proximal="old", lam=0.8))
+    gradient = setting.expected_gradients(make_objective(target="new", proximal="old", lam=0.8)).policy
     z = setting.z(setting.policy, 0.8)
 
     np.testing.assert_allclose(
@@ -197,7 +206,7 @@ def test_a_finite_c1_truncates_z_times_the_ratio_whatever_lam(lam, mask):
     """Expected OBRS is TIS on Z rho: sum_a p_inf min(Z rho, c1) A grad log p."""
     setting, c1 = Setting(horizon=2, seed=5), 1.2
 
-    gradient, _, _ = setting.expected_gradient(make_objective(lam=lam, c1=c1, mask=mask))
+    gradient = setting.expected_gradients(make_objective(lam=lam, c1=c1, mask=mask)).policy
 
     p_inf, p = tabular.probabilities(setting.rollout), tabular.probabilities(setting.policy)
     z = setting.z(setting.policy, lam)[:, None]
@@ -210,7 +219,7 @@ def test_a_finite_c1_truncates_z_times_the_ratio_whatever_lam(lam, mask):
 def test_truncated_importance_sampling_is_the_same_without_z():
     setting, cap = Setting(horizon=2, seed=5), 1.2
 
-    gradient, _, _ = setting.expected_gradient(make_objective("tis", cap=cap))
+    gradient = setting.expected_gradients(make_objective("tis", cap=cap)).policy
     p_inf, p = tabular.probabilities(setting.rollout), tabular.probabilities(setting.policy)
 
     assert (p / p_inf > cap).any()
@@ -219,20 +228,20 @@ def test_truncated_importance_sampling_is_the_same_without_z():
 
 def test_without_correction_the_gradient_is_of_the_actions_taken():
     setting = Setting(horizon=2, seed=6)
-    gradient, _, _ = setting.expected_gradient(make_objective("none"))
+    gradient = setting.expected_gradients(make_objective("none")).policy
     np.testing.assert_allclose(gradient, setting.formula(tabular.probabilities(setting.rollout)), rtol=0, atol=ATOL)
 
 
 def test_ppo_is_starts_its_ratio_at_the_rollout_model():
     setting = Setting(horizon=2, seed=6, is_stale=True)
-    gradient, _, _ = setting.expected_gradient(make_objective("none", proximal="rollout"))
+    gradient = setting.expected_gradients(make_objective("none", proximal="rollout")).policy
     np.testing.assert_allclose(gradient, setting.formula(tabular.probabilities(setting.policy)), rtol=0, atol=ATOL)
 
 
 def test_a_z_of_the_top_k_scales_each_state_by_what_it_saw():
     setting = Setting(horizon=2, seed=7)
 
-    gradient, _, _ = setting.expected_gradient(make_objective(), num_top=1)
+    gradient = setting.expected_gradients(make_objective(), num_top=1).policy
     z = setting.z(setting.policy, 1.0, num_top=1)
 
     assert (z < setting.z(setting.policy, 1.0) - 0.05).any()
@@ -249,7 +258,9 @@ def test_the_denominators_are_tokens_proposed_or_accepted():
 
     for mask in ("sampled", "expected"):
         denominators = [
-            setting.expected_gradient(make_objective(lam=lam, mask=mask, aggregate=aggregate, count=count))[2]
+            setting.expected_gradients(
+                make_objective(lam=lam, mask=mask, aggregate=aggregate, count=count)
+            ).mean_denominator
             for aggregate, count in (
                 ("token-mean", "proposed"),
                 ("token-mean", "accepted"),
@@ -282,7 +293,7 @@ def test_the_rollout_model_follows_its_own_policy_gradient():
     """Eq. 6 with rollouts of the very weights in training is REINFORCE, rejected tokens included."""
     setting = Setting(horizon=2, seed=8)
 
-    _, gradient, _ = setting.expected_gradient(make_objective(lam=3.0), rollout_objective(ppo_weight=0.7))
+    gradient = setting.expected_gradients(make_objective(lam=3.0), rollout_objective(ppo_weight=0.7)).rollout_model
 
     table = torch.from_numpy(setting.rollout.copy()).requires_grad_()
     log_probs = table.log_softmax(-1)
@@ -300,7 +311,7 @@ def test_distillation_is_the_kl_at_every_visited_state(distill):
     setting = Setting(horizon=2, seed=9)
     objective = rollout_objective(distill=distill, ppo_weight=0.0, distill_weight=0.3)
 
-    policy_gradient, gradient, _ = setting.expected_gradient(make_objective(lam=3.0), objective)
+    gradients = setting.expected_gradients(make_objective(lam=3.0), objective)
 
     table = torch.from_numpy(setting.rollout.copy()).requires_grad_()
     log_q, log_p = table.log_softmax(-1), torch.from_numpy(np.log(tabular.probabilities(setting.policy)))
@@ -309,7 +320,7 @@ def test_distillation_is_the_kl_at_every_visited_state(distill):
     d = torch.from_numpy(tabular.visits(setting.world, setting.rollout))
     (0.3 * (d * kl).sum()).backward()
 
-    np.testing.assert_allclose(gradient.numpy().T, table.grad.numpy(), rtol=0, atol=ATOL)
+    np.testing.assert_allclose(gradients.rollout_model.numpy().T, table.grad.numpy(), rtol=0, atol=ATOL)
 
-    gradient_without_distillation, _, _ = setting.expected_gradient(make_objective(lam=3.0))
-    np.testing.assert_array_equal(policy_gradient, gradient_without_distillation)
+    policy_gradient_alone = setting.expected_gradients(make_objective(lam=3.0)).policy
+    np.testing.assert_array_equal(gradients.policy, policy_gradient_alone)

@@ -38,8 +38,8 @@ def inputs_of(log_ratios, mask, dtype=torch.float64):
 def spread_inputs(deviation=0.4):
     """Random ratios at the tokens of MASK, inside and outside every band and cap of these tests."""
     draw = torch.Generator().manual_seed(4)
-    level = torch.tensor([[-0.5], [0.1], [0.0], [0.6], [0.2]], dtype=torch.float64)  # responses differ as wholes too
-    return inputs_of(level + deviation * torch.randn(MASK.shape, generator=draw, dtype=torch.float64), MASK)
+    levels = torch.tensor([[-0.5], [0.1], [0.0], [0.6], [0.2]], dtype=torch.float64)  # responses differ as wholes too
+    return inputs_of(levels + deviation * torch.randn(MASK.shape, generator=draw, dtype=torch.float64), MASK)
 
 
 def rows_of(inputs):
@@ -115,7 +115,7 @@ def test_ipo_weighs_by_the_ratio_where_p_moved_little(max_tv):
     inputs = spread_inputs()
     expected_outcomes = {}
     for at, log_ratio in (pair for row in rows_of(inputs) for pair in row):
-        is_far = abs(math.exp(log_ratio - 1.5) - math.exp(-1.5)) > max_tv
+        is_far = abs(math.exp(log_ratio - 1.5) - math.exp(-1.5)) > max_tv  # log p_inf is -1.5 everywhere
         expected_outcomes[at] = (0.0, 0.0, True) if is_far else (math.exp(log_ratio), 1.0, False)
 
     assert_outcomes(make_correction("ipo", max_tv=max_tv).apply(inputs, {}), expected_outcomes)

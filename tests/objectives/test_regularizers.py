@@ -46,7 +46,8 @@ def learner_with(estimate, kl_loss_coef=0.0, entropy_coeff=0.0, optimizer=LINEAR
 def kl_and_entropy_by_loops(policy, items, estimate):
     """Compute the mean KL to the reference and the mean entropy over the sampled tokens, with the policy's gradient."""
     frozen_model = double(FROZEN)
-    kl, entropy, count = 0.0, 0.0, 0
+    kl, entropy = 0.0, 0.0
+    count = 0
     for item in items:
         p = vocabulary_log_probs(policy, item.rollout, TEMPERATURE)
         with torch.no_grad():
@@ -58,7 +59,9 @@ def kl_and_entropy_by_loops(policy, items, estimate):
                 "k2": log_ratio**2 / 2.0,
                 "k3": log_ratio.exp() - 1.0 - log_ratio,
             }
-            kl, entropy, count = kl + estimates[estimate], entropy - (p[t].exp() * p[t]).sum(), count + 1
+            kl = kl + estimates[estimate]
+            entropy = entropy - (p[t].exp() * p[t]).sum()
+            count += 1
     return kl / count, entropy / count
 
 
@@ -90,9 +93,8 @@ def test_the_loss_and_gradient_hold_the_kl_to_the_reference(estimate, budget):
     slope = gradient(regularized_loss, policy)
     assert result.metrics["policy/grad_norm"].value.item() == pytest.approx(slope.norm().item(), rel=1e-4)
 
-    expected_parameters = flat(POLICY).double() - LINEAR.learning_rate * slope / (
-        slope.abs() + LINEAR.eps
-    )  # AdamW's first step
+    # AdamW's first step
+    expected_parameters = flat(POLICY).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
     assert_same_move(parameters(learner, "policy"), expected_parameters, flat(POLICY))
 
     assert torch.equal(flat(frozen_model), flat(FROZEN))
@@ -112,7 +114,9 @@ def test_the_loss_and_gradient_hold_the_entropy_bonus():
     assert result.metrics["policy/loss"].value.item() == pytest.approx(regularized_loss.item(), rel=1e-4)
 
     slope = gradient(regularized_loss, policy)
+    # AdamW's first step
     expected_parameters = flat(POLICY).double() - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
+
     assert_same_move(parameters(learner, "policy"), expected_parameters, flat(POLICY))
 
 

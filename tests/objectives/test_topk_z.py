@@ -18,7 +18,8 @@ def adversarial_cases(draw):
     size = draw(st.integers(1, 8))
     log_inf, log_target = draw(log_distributions(size, zeros=False)), draw(log_distributions(size, zeros=True))
     support_size = draw(st.integers(1, size)) if draw(st.booleans()) else size
-    k, k_target, fill_valid = draw(st.integers(0, size)), draw(st.integers(0, size)), draw(st.booleans())
+    k, k_target = draw(st.integers(0, size)), draw(st.integers(0, size))
+    fill_valid = draw(st.booleans())
     return topk_case(log_inf, log_target, support_size, k, k_target, fill_valid, draw(lams))
 
 

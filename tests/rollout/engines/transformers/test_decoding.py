@@ -212,7 +212,8 @@ def test_keys_are_not_repeated_for_the_heads_that_share_them(monkeypatch):
 
 
 def test_only_the_model_of_the_engine_attends_in_groups():
-    engine_model, other_model, eager_model = make_model("llama"), make_model("llama"), make_model("gemma2", "eager")
+    engine_model, other_model = make_model("llama"), make_model("llama")
+    eager_model = make_model("gemma2", "eager")
 
     make_engine(engine_model)
     make_engine(eager_model)

@@ -822,7 +822,8 @@ def test_a_server_is_never_left_paused(make, server, path):
 
 def test_weights_that_a_server_still_reads_stay(make, server, other_server):
     engine = make(server, other_server)
-    load_began, load_may_end, completions_fail = threading.Event(), threading.Event(), [True]
+    load_began, load_may_end = threading.Event(), threading.Event()
+    completions_fail = [True]
 
     async def complete(body: dict, usual_answer: dict) -> Any:
         return failure(500)(body, usual_answer) if completions_fail[0] else usual_answer
