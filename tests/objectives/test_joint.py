@@ -65,9 +65,11 @@ class Case:
         )
 
     def normal(self, *shape):
+        """Draw normal numbers of float64."""
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
 
     def head(self):
+        """Run the joint head on the sampled tokens."""
         sides = [Head(hidden=self.hidden[role], weight=self.weight[role]) for role in ("policy", "rollout_model")]
         return joint_linear_head(
             *sides,
@@ -79,6 +81,7 @@ class Case:
         )
 
     def scores(self, *, is_current=False, normalizer="topk", distill="forward"):
+        """Score the batch; `is_current` marks the tokens that the rollout model sampled with these weights."""
         return token_scores(
             self.head(),
             self.batch,
@@ -90,11 +93,14 @@ class Case:
 
     def anchor(self):
         """Old log-probs and Z of their own, unlike the current ones; masked entries 0 as `token_scores` leaves them."""
-        old, rollout_old = (self.batch.rollout_log_probs + 0.4 * self.normal(B, T) for _ in range(2))
+        old_log_probs, rollout_model_old_log_probs = (
+            self.batch.rollout_log_probs + 0.4 * self.normal(B, T) for _ in range(2)
+        )
         z = 0.3 + 0.1 * torch.rand(B, T, generator=self.generator, dtype=torch.float64)
         return OldLogProbs(
-            old_log_probs=old * self.mask,
-            rollout_model_old_log_probs=rollout_old * self.mask,
+            old_log_probs=old_log_probs * self.mask,
+            rollout_model_old_log_probs=rollout_model_old_log_probs * self.mask,
+            # the value and the lower bound, the upper bound, the two masses and the union
             z=ZEstimate(*(component * self.mask for component in (z, z, z + 0.1, z + 0.5, z + 0.4, z + 0.3))),
         )
 
@@ -110,11 +116,13 @@ class Case:
 
 
 def objective(name="obrs", **changes):
+    """Return the objective of the policy: OBRS unless another correction is named."""
     settings = dict(lam=0.8, c1=1.1, c2=1.2, mask="sampled", kappa="none") if name == "obrs" else {}
     return policy_objective(name, **settings | CLIPS | changes)
 
 
 def rollout_objective(**changes):
+    """Return the objective of the rollout model: TIS, PPO and forward distillation unless changed."""
     settings = dict(
         correction=make_correction("tis", cap=1.2),
         proximal="old",
@@ -246,7 +254,7 @@ def test_a_policy_alone_is_its_own_rollout_model(lam):
 # The policy's loss
 
 
-def reported(objective, loss, totals=None):
+def metrics_and_trace(objective, loss, totals=None):
     """The metrics and columns of a micro-batch: those of both models, and those of the correction."""
     report = policy_report(objective, loss.terms, loss.correction, totals or {}, MAX_LENGTH)
     return loss.metrics | report.metrics, loss.trace | report.trace
@@ -290,7 +298,7 @@ def test_the_policys_loss_and_gradient_are_the_equation(target, proximal, mask):
     assert loss.policy.item() == pytest.approx(total, rel=RTOL)
     torch.testing.assert_close(scores.log_probs.grad, slopes, rtol=RTOL, atol=1e-14)
 
-    metrics, _ = reported(settings, loss)
+    metrics, _ = metrics_and_trace(settings, loss)
     assert metrics["policy/loss"].total.item() == pytest.approx(total, rel=RTOL)
     assert metrics["policy/loss"].count.item() == case.mask.sum().item()
 
@@ -364,7 +372,7 @@ def test_the_loss_is_divided_by_what_the_settings_count(aggregate, count, mask):
     settings = objective(aggregate=aggregate, count=count, mask=mask)
 
     loss = case.loss(settings, scores, anchor)
-    metrics, trace = reported(settings, loss)
+    metrics, trace = metrics_and_trace(settings, loss)
 
     ratio = (scores.log_probs - anchor.old_log_probs).exp().tolist()
     accept_mask, weights = trace["accept_mask"].tolist(), trace["weights"].tolist()
@@ -399,7 +407,7 @@ def test_only_log_probs_carry_the_policys_gradient():
         loss.policy.backward()
         assert case.weight["rollout_model"].grad is None
 
-        metrics, trace = reported(settings, loss)
+        metrics, trace = metrics_and_trace(settings, loss)
         assert not any(value.requires_grad for value in trace.values())
         assert not any(tensor.requires_grad for entry in metrics.values() for tensor in entry)
 
@@ -540,7 +548,7 @@ def test_the_largest_advantage_is_of_before_and_after_rejection():
     sampled_indices = list(map(tuple, case.mask.nonzero().tolist()))
     settings = objective()
     loss = case.loss(settings, case.scores(), case.anchor())
-    metrics, trace = reported(settings, loss)
+    metrics, trace = metrics_and_trace(settings, loss)
     largest_advantage = max(advantages[index].item() for index in sampled_indices)
 
     assert metrics["policy/largest_advantage"].value.item() == largest_advantage
@@ -550,7 +558,7 @@ def test_the_largest_advantage_is_of_before_and_after_rejection():
 
     settings = objective(lam=1e6)
     loss = case.loss(settings, case.scores(), case.anchor())
-    rejected_metrics, _ = reported(settings, loss)
+    rejected_metrics, _ = metrics_and_trace(settings, loss)
 
     assert rejected_metrics["policy/largest_kept_advantage"].value.item() == 0.0
     assert rejected_metrics["policy/largest_advantage"].value.item() == largest_advantage
@@ -561,7 +569,7 @@ def test_the_clipped_share_counts_tokens_without_gradient():
     scores, anchor = case.scores(), case.anchor()
 
     loss = case.loss(objective(), scores, anchor)
-    clip_fraction = reported(objective(), loss)[0]["policy/clip_frac"]
+    clip_fraction = metrics_and_trace(objective(), loss)[0]["policy/clip_frac"]
 
     ratios = (scores.log_probs - anchor.old_log_probs).exp()
     slopes = [
@@ -578,7 +586,7 @@ def test_the_trace_holds_what_the_loss_used():
     scores, anchor = case.scores(), case.anchor()
     settings = objective(mask="expected")
 
-    _, trace = reported(settings, case.loss(settings, scores, anchor))
+    _, trace = metrics_and_trace(settings, case.loss(settings, scores, anchor))
 
     acceptance = (anchor.old_log_probs - case.batch.rollout_log_probs - math.log(case.lam)).exp().clamp(max=1.0)
 
@@ -621,5 +629,5 @@ def test_values_at_unsampled_tokens_change_no_loss_or_gradient(garbage_value, pr
     assert clean_loss.rollout_model.item() == soiled_loss.rollout_model.item()
     assert all(torch.equal(*pair) for pair in zip(clean_gradients, soiled_gradients, strict=True))
 
-    metrics_of_both = (reported(objective(proximal=proximal), loss)[0] for loss in (clean_loss, soiled_loss))
+    metrics_of_both = (metrics_and_trace(objective(proximal=proximal), loss)[0] for loss in (clean_loss, soiled_loss))
     assert_equal_sums(*metrics_of_both)

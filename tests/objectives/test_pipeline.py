@@ -51,6 +51,7 @@ class Setting:
         self.rewards = {sequence: generator.normal() for sequence in self.world.sequences}
 
     def acceptance(self, target, lam):
+        """Compute min(1, p_target / (lam p_inf)) of every prefix and token: [S, V]."""
         p_inf, p_target = tabular.probabilities(self.rollout), tabular.probabilities(target)
         return np.minimum(1.0, p_target / (lam * p_inf))
 

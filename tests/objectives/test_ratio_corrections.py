@@ -212,6 +212,7 @@ def test_min_prefix_weighs_by_the_smallest_ratio_before(cap):
 
 
 def huge_outcomes():
+    """Return (correction, its settings, outcomes by loops) of all corrections of this file that HUGE could overflow."""
     return [
         ("icepop", {"low": 0.5, "high": 5.0}, lambda rows: by_token(rows, band(0.5, 5.0))),
         ("drop", {"cap": 5.0}, lambda rows: by_token(rows, band(0.0, 5.0))),

@@ -66,6 +66,7 @@ def kl_and_entropy_by_loops(policy, items, estimate):
 
 
 def without_advantage(items):
+    """Return the same responses with advantages of 0."""
     return [replace(item, advantages=torch.zeros_like(item.advantages)) for item in items]
 
 

@@ -143,6 +143,7 @@ def test_dppo_drops_what_verl_calls_invalid(max_tv, cap):
 
 
 def distributions(states=6, vocabulary=8, seed=1):
+    """Draw log p_inf and log p_target over a whole vocabulary, [states, vocabulary] each."""
     draw = torch.Generator().manual_seed(seed)
     rollout_logits = torch.randn(states, vocabulary, generator=draw, dtype=torch.float64)
     target_logits = rollout_logits + torch.randn(rollout_logits.shape, generator=draw, dtype=torch.float64)

@@ -37,6 +37,7 @@ def random_case(seed):
 
 
 def topk_case(log_inf, log_target, support_size, k, k_target, fill_valid, lam):
+    """Cut p_inf to its `support_size` most probable tokens, without fill-ins then, and list the top k of both."""
     if support_size < len(log_inf):
         smallest_log_prob = sorted(log_inf)[-support_size]
         log_inf, fill_valid = normalised([x if x >= smallest_log_prob else -math.inf for x in log_inf]), False
@@ -46,6 +47,7 @@ def topk_case(log_inf, log_target, support_size, k, k_target, fill_valid, lam):
 
 
 def topk_cases():
+    """Draw adversarial and random cases."""
     return st.one_of(adversarial_cases(), st.integers(0, 2**32).map(random_case))
 
 

@@ -119,6 +119,7 @@ def rounded_lists(value):
 
 
 def run_verl(record, inputs):
+    """Record what verl's functions return."""
     from verl.trainer.ppo import core_algos as algos
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
     from verl.utils import torch_functional
@@ -232,6 +233,7 @@ class ActorSettings(SimpleNamespace):
 
 
 def run_trl(record, inputs):
+    """Record what the methods of TRL's trainers return."""
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.trainer.utils import entropy_from_logits
 
@@ -350,6 +352,7 @@ def trl_score(trainer, mask, log_probs, rollout_log_probs, rewards):
 
 
 def run_areal(record, inputs):
+    """Record what AReaL's rejection sampling returns."""
     functional = "areal/utils/functional/functional.py"
     definition_names = "RejectionSamplingResult", "_check_bounds", "apply_rejection_sampling"
     config = definitions("areal/api/cli_args.py", ["RejectionSamplingConfig"])

@@ -129,12 +129,12 @@ WITHOUT_COUNTERPART = {
 }
 
 
-def recorded(case, key):
+def recorded_result(case, key):
     """What the peer returned in this case under this name."""
     return torch.tensor(RECORDED_CASES[case]["results"][key], dtype=torch.float64)
 
 
-def correct(name, settings, dtype=torch.float64):
+def our_correction(name, settings, dtype=torch.float64):
     """Our correction of the recorded inputs; it reads neither coins, advantages nor Z."""
     target, zeros = INPUTS.target_log_probs.to(dtype), torch.zeros(MASK.shape, dtype=dtype)
     inputs = CorrectionInputs(
@@ -152,9 +152,9 @@ def correct(name, settings, dtype=torch.float64):
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 3e-5)], ids=["64", "32"])
 @pytest.mark.parametrize(("case", "key", "name", "settings"), CASES, ids=lambda value: str(value))
 def test_corrections_weigh_and_reject_as_the_peers_do(case, key, name, settings, dtype, rtol):
-    correction = correct(name, settings, dtype)
+    correction = our_correction(name, settings, dtype)
     our_result = correction.accept_mask if key == "mask" else correction.weights * correction.accept_mask
-    peer_result = recorded(case, key) * MASK  # TRL leaves 1 where masked and one column for a response
+    peer_result = recorded_result(case, key) * MASK  # TRL leaves 1 where masked and one column for a response
     rtol = max(rtol, 1e-6) if case.startswith("areal") else rtol  # AReaL computes in float32
 
     torch.testing.assert_close(
@@ -162,7 +162,7 @@ def test_corrections_weigh_and_reject_as_the_peers_do(case, key, name, settings,
     )
 
 
-def advantage(name, prefix):
+def our_advantages_of(name, prefix):
     """Our advantages of the rewards whose names begin with `prefix`, each with its groups."""
     lengths = [MASK.sum(-1)] if prefix == "response_" else []
     rewards, groups = getattr(INPUTS, prefix + "rewards"), getattr(INPUTS, prefix + "groups")
@@ -171,13 +171,13 @@ def advantage(name, prefix):
 
 @pytest.mark.parametrize(("case", "name", "prefix", "epsilon"), ADVANTAGE_CASES)
 def test_advantages_are_those_of_the_peers(case, name, prefix, epsilon):
-    our_advantages = advantage(name, prefix)
+    our_advantages = our_advantages_of(name, prefix)
     if epsilon is not None:
         groups, rewards = INPUTS.groups, INPUTS.rewards
         std = torch.stack([rewards[groups == group].std() for group in groups])
         our_advantages = our_advantages * std / (std + epsilon)
 
-    peer_advantages = recorded(case, "advantages")
+    peer_advantages = recorded_result(case, "advantages")
     if prefix == "response_":
         our_advantages = our_advantages[:, None] * MASK
     elif peer_advantages.ndim == 2:
@@ -195,13 +195,16 @@ def test_gae_and_returns_are_those_of_verl(case):
     our_advantages, returns = advantages.gae(INPUTS.token_rewards, INPUTS.values, MASK, **arguments)
 
     # verl's returns go on where masked, and its advantages are whitened over the tokens afterwards
-    torch.testing.assert_close(returns[MASK], recorded(case, "returns")[MASK], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(returns[MASK], recorded_result(case, "returns")[MASK], rtol=1e-10, atol=1e-12)
 
     whitened_advantages = (our_advantages[MASK] - our_advantages[MASK].mean()) / our_advantages[MASK].std()
-    torch.testing.assert_close(whitened_advantages, recorded(case, "whitened_advantages")[MASK], rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(
+        whitened_advantages, recorded_result(case, "whitened_advantages")[MASK], rtol=1e-7, atol=1e-12
+    )
 
 
 def aggregate(name, losses, token_weights):
+    """Compute our mean of the losses."""
     numerator, denominator = surrogate.LOSS_AGG_MODES[name](losses, token_weights, LIMIT)
     return numerator / denominator
 
@@ -210,7 +213,7 @@ def aggregate(name, losses, token_weights):
 def test_losses_and_gradients_are_those_of_the_peers(case, name, ratio):
     arguments = RECORDED_CASES[case]["arguments"]
     low, high = (arguments.get(f"clip_ratio_{end}", arguments.get(f"epsilon_{end}")) for end in ("low", "high"))
-    correction = correct("tis", {"cap": arguments["tis"]}) if arguments["tis"] else correct("none", {})
+    correction = our_correction("tis", {"cap": arguments["tis"]}) if arguments["tis"] else our_correction("none", {})
     new_log_probs = INPUTS.new_log_probs.clone().requires_grad_()
     token_advantages = INPUTS.advantages[:, None].expand_as(MASK)
 
@@ -224,20 +227,20 @@ def test_losses_and_gradients_are_those_of_the_peers(case, name, ratio):
 
     # verl adds 1e-8 to a response's count of tokens
     for our_value, key in ((loss.detach(), "loss"), (new_log_probs.grad, "gradient")):
-        torch.testing.assert_close(our_value / ratio, recorded(case, key), rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(our_value / ratio, recorded_result(case, key), rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize(("case", "name", "ratio"), AGGREGATE_CASES)
 def test_aggregates_are_those_of_verl(case, name, ratio):
     our_loss = aggregate(name, INPUTS.values * MASK, MASK.double())
-    torch.testing.assert_close(our_loss / ratio, recorded(case, "loss"), rtol=1e-8, atol=0.0)
+    torch.testing.assert_close(our_loss / ratio, recorded_result(case, "loss"), rtol=1e-8, atol=0.0)
 
 
 def test_the_value_loss_is_that_of_verl():
     returns = INPUTS.advantages[:, None].expand_as(MASK)
     error, _ = surrogate.clipped_value_error(INPUTS.token_rewards, INPUTS.values, returns, 0.2)
     our_loss = aggregate("token-mean", error * MASK, MASK.double())
-    torch.testing.assert_close(our_loss, recorded("verl/value_loss", "loss"), rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(our_loss, recorded_result("verl/value_loss", "loss"), rtol=1e-10, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
@@ -245,7 +248,7 @@ def test_the_kl_of_sampled_tokens_is_that_of_verl(kind):
     our_kl = regularise.SAMPLED_KL[kind](INPUTS.target_log_probs, INPUTS.rollout_log_probs)
     if kind == "k3":
         our_kl = our_kl.clamp(max=10.0)  # verl's
-    torch.testing.assert_close(our_kl, recorded(f"verl/kl/{kind}", "kl"), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(our_kl, recorded_result(f"verl/kl/{kind}", "kl"), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["verl/entropy", "trl/entropy"])
@@ -254,7 +257,7 @@ def test_the_entropy_is_that_of_the_peers(case):
     head = Head(hidden=logits, weight=torch.eye(logits.shape[1], dtype=logits.dtype))
 
     our_entropy = linear_head(head, torch.zeros(len(logits), dtype=torch.int64), temperature=1.0).entropy
-    torch.testing.assert_close(our_entropy, recorded(case, "entropy"), rtol=1e-10, atol=0.0)
+    torch.testing.assert_close(our_entropy, recorded_result(case, "entropy"), rtol=1e-10, atol=0.0)
 
 
 def test_every_recorded_case_is_compared():

@@ -34,6 +34,7 @@ class TestPooledEngine(QueueConformance, NumberConformance):
 
 
 def requests(count: int, **sampling: int) -> list[Request]:
+    """Return requests with prompts of 2 to 10 tokens, for 10 new ones unless changed."""
     return [
         tiny_request(f"{index}", 2 + index % 9, seed=index, **{"max_new_tokens": 10} | sampling)
         for index in range(count)
@@ -41,7 +42,7 @@ def requests(count: int, **sampling: int) -> list[Request]:
 
 
 def assert_equal(rollouts: list[Rollout], expected_rollouts: list[Rollout]) -> None:
-    """Bit for bit, in order."""
+    """Check rollouts bit for bit, in order."""
     for rollout, expected_rollout in zip(rollouts, expected_rollouts, strict=True):
         assert (rollout.uid, rollout.prompt, rollout.finish) == (
             expected_rollout.uid,
@@ -61,14 +62,15 @@ def chunk_by_chunk(folder: Path) -> list[Rollout]:
         return [rollout for start in range(0, 40, 5) for rollout in engine.generate(all_requests[start : start + 5])]
 
 
-def threads(count: int, folder: Path) -> dict[str, ThreadLink]:
+def thread_links(count: int, folder: Path) -> dict[str, ThreadLink]:
+    """Return engines of the model in this folder, each on a thread of this process."""
     return {f"thread {index}": ThreadLink(make_tiny, str(folder)) for index in range(count)}
 
 
 @pytest.fixture
 def pool(new_folder: Path, folder: Path) -> Iterator[EnginePool]:
     """A pool of two hosts, each of which was made with other weights than those that the pool sends."""
-    links = threads(2, new_folder)
+    links = thread_links(2, new_folder)
     pool = pool_of(links, folder, OLD)
     pool.links = links
     yield pool
@@ -121,7 +123,7 @@ def test_fifteen_kills_lose_and_double_no_chunk(folder, new_folder) -> None:
 
     with (
         closing(pool.engines["engine"]) as engine,
-        closing(pool_of(threads(1, folder), folder, OLD, chunk=2).engines["engine"]) as quiet_engine,
+        closing(pool_of(thread_links(1, folder), folder, OLD, chunk=2).engines["engine"]) as quiet_engine,
     ):
         rollouts, killed_ids = [], set()
         for kill_index in range(15):
@@ -161,7 +163,7 @@ def test_an_engine_that_lost_its_weights_waits_for_them(pool: EnginePool) -> Non
 
 
 def test_without_any_engine_the_pool_waits_and_gives_up(new_folder, folder) -> None:
-    links = threads(2, new_folder)
+    links = thread_links(2, new_folder)
     with closing(pool_of(links, folder, OLD, patience=0.3).engines["engine"]) as engine:
         engine.submit(requests(10))
         for link in links.values():
@@ -172,7 +174,7 @@ def test_without_any_engine_the_pool_waits_and_gives_up(new_folder, folder) -> N
 
 def test_an_engine_that_ends_at_each_attempt_ends_the_run(new_folder, folder, monkeypatch) -> None:
     monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
-    links = threads(1, new_folder)
+    links = thread_links(1, new_folder)
     with closing(pool_of(links, folder, OLD).engines["engine"]) as engine:
         links["thread 0"].breaks_at = "3"
         with pytest.raises(EngineError, match=r"0 failed the most attempts = 5 times \(thread 0: as the test wants it"):

@@ -52,6 +52,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sleeper]:
 
 
 def logged_events(folder: Path) -> list[dict[str, Any]]:
+    """Return iteration, version and engine of the events that name an engine."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [{key: event[key] for key in ("iteration", "version", "engine")} for event in events if "engine" in event]
 
@@ -96,6 +97,7 @@ def test_events_of_engines_are_logged_once_with_their_iteration(engines, tmp_pat
     evaluation_iterations = [
         event["iteration"] for event in logged_events(tmp_path) if event["engine"] == "evaluation.engine"
     ]
+
     assert evaluation_iterations == [0, 2]
 
 

@@ -26,6 +26,7 @@ REQUESTS = [tiny_request(f"{i}", 2 + i, seed=i, max_new_tokens=8) for i in range
 
 
 def sleeper(folder: str, **settings: str) -> TransformersEngine:
+    """Make an engine that can sleep and has no weights of the run yet."""
     torch.set_num_threads(1)
     return make_engine(TransformersEngineConfig(enable_sleep_mode=True, **settings), folder, CPU, NEVER)
 
@@ -35,6 +36,7 @@ def make_sleepers(folder: str) -> dict[str, Engine]:
 
 
 def tokens(rollouts: list[Rollout]) -> list[list[int]]:
+    """Return the tokens of the responses."""
     return [rollout.token_ids.tolist() for rollout in rollouts]
 
 

@@ -70,17 +70,20 @@ class Checks(EngineConformance):
 
 
 def check_log_probs(rollouts: list, path: Path, **sampling: Any) -> None:
+    """Check the log-probs against the model in this folder."""
     settings = tiny_request("", **sampling).sampling
     Checks().check_log_probs(rollouts, Reference(path, torch.float32), settings)
 
 
 def requests(count: int, **sampling: Any) -> list:
+    """Return requests of 5 tokens each, for 6 new ones with 3 top log-probs unless changed."""
     return [
         tiny_request(f"{i}", seed=i, **{"max_new_tokens": 6, "num_top_log_probs": 3} | sampling) for i in range(count)
     ]
 
 
-def bodies(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
+def bodies_sent_to(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
+    """Return what was sent to this path."""
     return [body for request_path, body in server.asked if request_path == path]
 
 
@@ -139,7 +142,7 @@ def test_the_bodies_of_all_calls_are_those_that_sglang_declares(make, server):
     engine.generate([tiny_request("one", 3, seed=7, temperature=0.5, stop_token_ids=(5,), max_new_tokens=4)])
     engine.score([rollout_of(tiny_prompt(3), [2, 3, 4])], 1.0)
 
-    generate, score = bodies(server, "/generate")
+    generate, score = bodies_sent_to(server, "/generate")
 
     prompt = list(tiny_prompt(3).token_ids)
     sampling = {
@@ -169,15 +172,15 @@ def test_the_bodies_of_all_calls_are_those_that_sglang_declares(make, server):
         "token_ids_logprob": [4],
     }
 
-    assert bodies(server, "/weights_checker")[0] == {"action": "checksum"}
+    assert bodies_sent_to(server, "/weights_checker")[0] == {"action": "checksum"}
 
-    [update] = bodies(server, "/update_weights_from_disk")
+    [update] = bodies_sent_to(server, "/update_weights_from_disk")
     assert update.pop("model_path").endswith(update["weight_version"])
     assert update.pop("weight_version") == server.tag
     assert update == {"load_format": "auto", "flush_cache": True}
 
     for path, declared_keys in DECLARED.items():
-        assert all(body.keys() <= declared_keys for body in bodies(server, path))
+        assert all(body.keys() <= declared_keys for body in bodies_sent_to(server, path))
     assert sampling.keys() <= SAMPLING
 
 
@@ -205,11 +208,12 @@ def test_new_weights_generate_what_comes_next(make, server, folder, new_folder):
     assert rollouts[0].versions[0].tolist() == list(NEW)
 
 
-def stale(server: SGLangStandIn) -> None:
+def load_nothing(server: SGLangStandIn) -> None:
+    """From now on no weights are loaded."""
     server.load = lambda folder: None
 
 
-def half_stale(server: SGLangStandIn) -> None:
+def keep_one_tensor(server: SGLangStandIn) -> None:
     """Keep one tensor under a name that the model has too."""
     norm_weight, load = dict(server.model.named_parameters())["model.norm.weight"], server.load
 
@@ -221,7 +225,7 @@ def half_stale(server: SGLangStandIn) -> None:
     server.load = load_others
 
 
-@pytest.mark.parametrize("damage", [stale, half_stale])
+@pytest.mark.parametrize("damage", [load_nothing, keep_one_tensor])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_weights_that_a_server_did_not_take_are_an_error(make, server, damage, device):
     """On a GPU the checksums are numbers of another function, whose change is all that is seen."""
@@ -263,10 +267,11 @@ def test_after_a_restart_within_an_update_weights_are_sent_again(make, server, f
 
 
 def set_meta(**changes: Any):
+    """Return a script that changes entries of the first answer's `meta_info`."""
     return script_changing_the_first_answer(lambda usual_answer: usual_answer["meta_info"].update(changes))
 
 
-def set_first(row: int, entry: int, value: Any):
+def set_first_token(row: int, entry: int, value: Any):
     """Change an entry of the first token: of the sampled one (row -1) or of a top one."""
 
     def change(usual_answer: dict) -> None:
@@ -284,8 +289,8 @@ def set_first(row: int, entry: int, value: Any):
         script_changing_the_first_answer(lambda usual_answer: web.Response(text='{"meta_info": {')),
         set_meta(finish_reason={"type": "abort", "message": "Aborted"}),
         set_meta(output_top_logprobs=[]),
-        set_first(-1, 0, None),  # SGLang's JSON of NaN
-        set_first(0, 1, "7"),
+        set_first_token(row=-1, entry=0, value=None),  # SGLang's JSON of NaN
+        set_first_token(row=0, entry=1, value="7"),
     ],
     ids=["503", "garbage", "abort", "no top log-probs", "NaN", "text for an id"],
 )
@@ -312,9 +317,9 @@ def drop_one(usual_answer: dict) -> None:
             script_changing_the_first_answer(lambda usual_answer: usual_answer.update(prompt_token_ids=[2])),
             "another prompt",
         ),
-        (set_first(-1, 1, VOCAB_SIZE), "another vocabulary"),
-        (set_first(-1, 0, 0.5), "not log-probs"),
-        (set_first(1, 0, -1e-6), "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        (set_first_token(row=-1, entry=1, value=VOCAB_SIZE), "another vocabulary"),
+        (set_first_token(row=-1, entry=0, value=0.5), "not log-probs"),
+        (set_first_token(row=1, entry=0, value=-1e-6), "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
         (set_meta(finish_reason={"type": "stop", "matched": 9}), "not a stop token.*--preferred-sampling-params"),
         (script_changing_the_first_answer(drop_one), "2 top log-probs of a token in place of 3"),
     ],

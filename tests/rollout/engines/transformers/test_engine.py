@@ -31,6 +31,7 @@ from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, version: Version = Version(0, 0), **settings):  # noqa: B008
+    """Make an engine of the model in this folder."""
     model = load_model(folder, dtype)
     config = TransformersEngineConfig(**settings)
     return TransformersEngine(model, config, eos_token_ids=eos_token_ids(model), version=version)

@@ -25,6 +25,7 @@ STATIC, GROWING = "static", "growing"
 
 
 def generate(name: str, num_new: int = 24, lengths: list[int] = LENGTHS, **settings: Any) -> list[Rollout]:
+    """Generate with a new engine of the model of this name, in float64."""
     return make_engine(make_model(name).double(), **settings).generate(make_requests(lengths, num_new=num_new))
 
 

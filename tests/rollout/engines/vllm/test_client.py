@@ -74,6 +74,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def requests(count: int, **sampling: Any) -> list:
+    """Return requests of 5 tokens each, for 12 new ones with 3 top log-probs unless changed."""
     return [tiny_request(f"{i}", seed=i, **{"num_top_log_probs": 3} | sampling) for i in range(count)]
 
 

@@ -65,6 +65,7 @@ def save_without_eos(folder: Path, model: PreTrainedModel) -> Path:
 
 
 def tokens_of(rollouts: list[Rollout]) -> dict[str, list[int]]:
+    """Return {uid: tokens}."""
     return {rollout.uid: rollout.token_ids.tolist() for rollout in rollouts}
 
 

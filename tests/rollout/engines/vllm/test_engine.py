@@ -25,6 +25,7 @@ pytestmark = pytest.mark.vllm
 
 
 def make(folder: Path, version: Version = OLD, **settings) -> VLLMEngine:
+    """Make an engine of the model in this folder, with little memory."""
     config = VLLMEngineConfig(**{"kv_cache_memory_bytes": 2**28, "max_num_seqs": 32} | settings)
     return make_engine(config, str(folder), torch.device("cpu"), version)
 
