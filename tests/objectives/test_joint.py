@@ -215,7 +215,7 @@ def test_the_exact_normaliser_refuses_a_head_without_z():
     case = Case()
     head = replace(case.head(), exact_z=None)
     with pytest.raises(ValueError, match="give lam to the joint head"):
-        token_scores(head, case.batch, torch.ones(B, T, dtype=torch.bool), case.lam, "exact", None)
+        token_scores(head, case.batch, torch.ones(B, T, dtype=torch.bool), case.lam, normalizer="exact", distill=None)
 
 
 @pytest.mark.parametrize("lam", [0.5, 1.0, 4.0])
@@ -230,7 +230,7 @@ def test_a_policy_alone_is_its_own_rollout_model(lam):
     )
     all_current = torch.ones(B, T, dtype=torch.bool)
 
-    scores = token_scores(policy_head, case.batch, all_current, lam, "exact", None)
+    scores = token_scores(policy_head, case.batch, all_current, lam, normalizer="exact", distill=None)
 
     assert torch.equal(scores.rollout_model_log_probs, scores.log_probs.detach())
     assert scores.log_probs.requires_grad
@@ -246,7 +246,7 @@ def test_a_policy_alone_is_its_own_rollout_model(lam):
         case.batch, top_ids=case.batch.top_ids[..., :0], top_log_probs=case.batch.top_log_probs[..., :0]
     )
     blind_head = replace(policy_head, gathered=policy_head.gathered[:, :0])
-    blind_z = token_scores(blind_head, blind_batch, all_current, lam, "topk", None).z
+    blind_z = token_scores(blind_head, blind_batch, all_current, lam, normalizer="topk", distill=None).z
 
     np.testing.assert_allclose(blind_z.lower[case.mask].numpy(), np.minimum(p, p / lam).sum(-1), rtol=RTOL)
 

@@ -1,6 +1,7 @@
 """Z from the two top-k sets: its bounds against the whole vocabulary, and its documented formula."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,6 +11,17 @@ from hypothesis import strategies as st
 
 from helpers.distributions import RTOL, enumerated, few, lams, log_distributions, normalised, tensors
 from jackpot.objectives import obrs
+
+
+class Case(NamedTuple):
+    """Two distributions over a vocabulary, and what an engine and the head tell of them."""
+
+    log_inf: list[float]
+    log_target: list[float]
+    rollout_ids: list[int]  # the top k of p_inf
+    target_ids: list[int]  # the top k of p_target
+    fill_valid: bool  # whether p_inf is known of the latter too
+    lam: float
 
 
 @st.composite
@@ -43,7 +55,7 @@ def topk_case(log_inf, log_target, support_size, k, k_target, fill_valid, lam):
         log_inf, fill_valid = normalised([x if x >= smallest_log_prob else -math.inf for x in log_inf]), False
     rollout_ids = sorted(range(len(log_inf)), key=lambda x: -log_inf[x])[:k]
     target_ids = sorted(range(len(log_inf)), key=lambda x: -log_target[x])[:k_target]
-    return log_inf, log_target, rollout_ids, target_ids, fill_valid, lam
+    return Case(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam)
 
 
 def topk_cases():
@@ -53,11 +65,10 @@ def topk_cases():
 
 def complete(case):
     """Return the case with lists long enough to know all of p_inf."""
-    log_inf, log_target, rollout_ids, target_ids, fill_valid, lam = case
-    all_tokens = list(range(len(log_inf)))
-    if fill_valid:
-        return log_inf, log_target, rollout_ids, all_tokens, True, lam
-    return log_inf, log_target, [x for x in all_tokens if log_inf[x] > -math.inf], target_ids, False, lam
+    all_tokens = list(range(len(case.log_inf)))
+    if case.fill_valid:
+        return case._replace(target_ids=all_tokens)
+    return case._replace(rollout_ids=[x for x in all_tokens if case.log_inf[x] > -math.inf])
 
 
 def estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, lam):
@@ -99,8 +110,7 @@ def expected_estimate(log_inf, log_target, rollout_ids, target_ids, fill_valid, 
 @given(topk_cases())
 def test_topk_bounds_are_the_documented_ones_around_z(case):
     lower, upper, rollout_mass, target_mass = expected_estimate(*case)
-    log_inf, log_target, *_, lam = case
-    _, z, _ = enumerated(log_inf, log_target, lam)
+    _, z, _ = enumerated(case.log_inf, case.log_target, case.lam)
 
     bounds = estimate(*case)
 
@@ -116,8 +126,7 @@ def test_topk_bounds_are_the_documented_ones_around_z(case):
 @few
 @given(topk_cases().map(complete))
 def test_topk_bounds_meet_when_all_of_p_inf_is_captured(case):
-    log_inf, log_target, *_, lam = case
-    _, z, _ = enumerated(log_inf, log_target, lam)
+    _, z, _ = enumerated(case.log_inf, case.log_target, case.lam)
     bounds = estimate(*case)
     assert bounds.lower.item() == pytest.approx(z, rel=RTOL, abs=1e-300)
     assert bounds.upper.item() == pytest.approx(z, abs=1e-14)
@@ -155,9 +164,12 @@ def test_ids_outside_a_truncated_support_change_nothing():
 
 
 def test_topk_without_lists_knows_only_the_range_of_z():
-    case = (np.log([0.5, 0.5]).tolist(), np.log([0.5, 0.5]).tolist(), [], [], False)
-    assert [x.item() for x in estimate(*case, 0.5)] == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert [x.item() for x in estimate(*case, 4.0)] == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0]
+    even_log_probs = np.log([0.5, 0.5]).tolist()
+    case = Case(even_log_probs, even_log_probs, rollout_ids=[], target_ids=[], fill_valid=False, lam=0.5)
+
+    # value, lower and upper bound, the two masses, the union
+    assert [x.item() for x in estimate(*case)] == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert [x.item() for x in estimate(*case._replace(lam=4.0))] == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0]
 
 
 def test_topk_rows_are_independent_and_lam_may_be_one_per_row():
@@ -166,10 +178,12 @@ def test_topk_rows_are_independent_and_lam_may_be_one_per_row():
     for row in range(6):
         q, p = np.log(generator.dirichlet([0.5] * 7, 2)).tolist()
         rollout_ids, target_ids = np.argsort(q)[::-1][:3].tolist(), np.argsort(p)[::-1][:2].tolist()
-        cases.append((q, p, rollout_ids, target_ids, row % 2 == 0, float(generator.uniform(0.3, 3.0))))
+        lam = float(generator.uniform(0.3, 3.0))
+        cases.append(Case(q, p, rollout_ids, target_ids, fill_valid=row % 2 == 0, lam=lam))
 
-    log_inf, log_target = tensors([case[0] for case in cases], [case[1] for case in cases])
-    rollout_ids, target_ids = (torch.tensor([case[i] for case in cases]) for i in (2, 3))
+    log_inf, log_target = tensors([case.log_inf for case in cases], [case.log_target for case in cases])
+    rollout_ids = torch.tensor([case.rollout_ids for case in cases])
+    target_ids = torch.tensor([case.target_ids for case in cases])
 
     bounds = obrs.topk_z(
         rollout_top_log_probs=log_inf.gather(1, rollout_ids),
@@ -178,8 +192,8 @@ def test_topk_rows_are_independent_and_lam_may_be_one_per_row():
         target_top_ids=target_ids,
         target_top_log_probs=log_target.gather(1, target_ids),
         fill_ins=log_inf.gather(1, target_ids),
-        fill_valid=torch.tensor([case[4] for case in cases]),
-        lam=torch.tensor([[case[5]] for case in cases], dtype=torch.float64),
+        fill_valid=torch.tensor([case.fill_valid for case in cases]),
+        lam=torch.tensor([[case.lam] for case in cases], dtype=torch.float64),
     )
 
     for row, case in enumerate(cases):

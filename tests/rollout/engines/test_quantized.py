@@ -23,7 +23,7 @@ from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from rollout.engines.transformers.test_decoding import make_engine, make_model
 from rollout.engines.transformers.test_engine import make
 
-KINDS = [("int8_w8a16", None), ("int8_w8a8", None), ("fp8", None), (None, "fp8"), ("fp8", "fp8")]
+KINDS = [("int8_w8a16", None), ("int8_w8a8", None), ("fp8", None), (None, "fp8"), ("fp8", "fp8")]  # (weights, KV cache)
 
 
 class QuantizedConformance(RunConformance, NumberConformance):
@@ -134,7 +134,7 @@ def test_codes_and_scales_are_held_and_digested_as_they_came(folder, new_folder,
     new_model, codes = tiny_model(seed=1), updated_engine.capabilities.coded_weights
     named_codes = list(quantize_named(new_model.named_parameters(), codes.names, codes.scheme))
 
-    assert updated_engine.update_weights(iter(named_codes), NEW) == weights_digest(named_codes, None)
+    assert updated_engine.update_weights(iter(named_codes), NEW) == weights_digest(named_codes, dtype=None)
 
     requests = [tiny_request(f"{i}", 1 + i % 5, seed=i) for i in range(5)]
     for updated_rollout, fresh_rollout in zip(
@@ -149,7 +149,7 @@ def test_codes_and_scales_are_held_and_digested_as_they_came(folder, new_folder,
         changed_codes = [(name, tensor.clone()) for name, tensor in named_codes]
         # the last bit of a code or of a scale
         changed_codes[indices[changed_name]][1].view(torch.uint8).view(-1)[0] ^= 1
-        assert updated_engine.update_weights(changed_codes, NEW) != weights_digest(named_codes, None)
+        assert updated_engine.update_weights(changed_codes, NEW) != weights_digest(named_codes, dtype=None)
 
 
 def test_codes_that_do_not_fit_leave_the_old_weights(folder):

@@ -60,7 +60,8 @@ def logged_events(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("overrides", "num_sleeps"),
     [
-        (("batch.ahead=1",), [1, 2]),  # iterations; evaluations:  # it generates ahead in the first iteration
+        # sleeps of the rollout engine and of that of evaluation; the first generates ahead in the first iteration
+        (("batch.ahead=1",), [1, 2]),
         (("rollout_model.optimizer=null",), [2, 2]),
         (("rollout_model=null", "objective.correction=none"), [2]),
     ],
