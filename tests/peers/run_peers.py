@@ -95,23 +95,23 @@ class Recorder:
         self.cases[name] = {
             "source": function if isinstance(function, str) else source_of(function),
             "arguments": arguments,
-            "results": {key: plain(value) for key, value in results.items()},
+            "results": {key: rounded_lists(value) for key, value in results.items()},
         }
 
 
 def source_of(function):
-    """package/file.py:line name."""
+    """Return where a function is defined, as `package/file.py:line name`."""
     function = inspect.unwrap(function)
     path = Path(inspect.getsourcefile(function)).as_posix().split("site-packages/")[-1]
     return f"{path}:{inspect.getsourcelines(function)[1]} {function.__qualname__}"
 
 
-def plain(value):
-    """Nested lists of numbers of 12 digits."""
+def rounded_lists(value):
+    """Return nested lists of numbers of 12 digits."""
     if isinstance(value, torch.Tensor):
         value = value.detach().tolist()
     if isinstance(value, list):
-        return [plain(item) for item in value]
+        return [rounded_lists(item) for item in value]
     return float(f"{value:.12g}")
 
 
@@ -119,6 +119,7 @@ def plain(value):
 
 
 def run_verl(record, inputs):
+    """Record what verl's functions return."""
     from verl.trainer.ppo import core_algos as algos
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
     from verl.utils import torch_functional
@@ -156,16 +157,16 @@ def run_verl(record, inputs):
     reject("verl/rs_seq_max_k3", "seq_max_k3", 1.0)
 
     def advantage(name, function, rewards, mask, groups=None, **arguments):
-        given = {"index": groups.numpy()} if groups is not None else {}
-        values, _ = function(rewards, mask, **given, **arguments)
-        shown = {key: vars(value) if key == "config" else value for key, value in arguments.items()}
-        record(name, function, shown, advantages=values)
+        group_arguments = {"index": groups.numpy()} if groups is not None else {}
+        values, _ = function(rewards, mask, **group_arguments, **arguments)
+        recorded_arguments = {key: vars(value) if key == "config" else value for key, value in arguments.items()}
+        record(name, function, recorded_arguments, advantages=values)
 
     one_token = torch.ones(len(inputs.rewards), 1)
     outcome = inputs.rewards[:, None], one_token, inputs.groups
-    single = inputs.single_rewards[:, None], torch.ones(len(inputs.single_rewards), 1), inputs.single_groups
-    last = (mask * torch.arange(RESPONSE_LIMIT)).argmax(-1, keepdim=True)  # 0 of an empty response
-    ragged = torch.zeros_like(mask).scatter(-1, last, inputs.response_rewards[:, None]), mask
+    single_outcome = inputs.single_rewards[:, None], torch.ones(len(inputs.single_rewards), 1), inputs.single_groups
+    last_index = (mask * torch.arange(RESPONSE_LIMIT)).argmax(-1, keepdim=True)  # 0 of an empty response
+    ragged_outcome = torch.zeros_like(mask).scatter(-1, last_index, inputs.response_rewards[:, None]), mask
     undiscounted = SimpleNamespace(gamma=1.0)
     advantage("verl/grpo", algos.compute_grpo_outcome_advantage, *outcome)
     advantage("verl/dr_grpo", algos.compute_grpo_outcome_advantage, *outcome, norm_adv_by_std_in_grpo=False)
@@ -176,12 +177,12 @@ def run_verl(record, inputs):
     reinforce_pp_baseline = algos.compute_reinforce_plus_plus_baseline_outcome_advantage
     advantage("verl/reinforce_pp", reinforce_pp, *outcome[:2], config=undiscounted)
     advantage("verl/reinforce_pp_baseline", reinforce_pp_baseline, *outcome)
-    advantage("verl/ragged/reinforce_pp", reinforce_pp, *ragged, config=undiscounted)
-    advantage("verl/ragged/reinforce_pp_baseline", reinforce_pp_baseline, *ragged, inputs.response_groups)
-    advantage("verl/single/grpo", algos.compute_grpo_outcome_advantage, *single)
-    advantage("verl/single/rloo", algos.compute_rloo_outcome_advantage, *single)
-    advantage("verl/single/rloo_vectorized", algos.compute_rloo_vectorized_outcome_advantage, *single)
-    advantage("verl/single/reinforce_pp_baseline", reinforce_pp_baseline, *single)
+    advantage("verl/ragged/reinforce_pp", reinforce_pp, *ragged_outcome, config=undiscounted)
+    advantage("verl/ragged/reinforce_pp_baseline", reinforce_pp_baseline, *ragged_outcome, inputs.response_groups)
+    advantage("verl/single/grpo", algos.compute_grpo_outcome_advantage, *single_outcome)
+    advantage("verl/single/rloo", algos.compute_rloo_outcome_advantage, *single_outcome)
+    advantage("verl/single/rloo_vectorized", algos.compute_rloo_vectorized_outcome_advantage, *single_outcome)
+    advantage("verl/single/reinforce_pp_baseline", reinforce_pp_baseline, *single_outcome)
 
     def gae(name, gamma, lam):
         function, arguments = algos.compute_gae_advantage_return, {"gamma": gamma, "lam": lam}
@@ -198,11 +199,11 @@ def run_verl(record, inputs):
         arguments["loss_agg_mode"] = mode
         config = ActorSettings(clip_ratio=0.2, global_batch_info={}, **arguments)
         function = algos.compute_policy_loss_vanilla
-        new = inputs.new_log_probs.clone().requires_grad_()
-        loss, _ = function(target, new, token_advantages, mask, mode, config, weights)
+        new_log_probs = inputs.new_log_probs.clone().requires_grad_()
+        loss, _ = function(target, new_log_probs, token_advantages, mask, mode, config, weights)
         loss.backward()
-        shown = arguments | {"tis": None if weights is None else 20.0}
-        record(name, function, shown, loss=loss, gradient=new.grad)
+        recorded_arguments = arguments | {"tis": None if weights is None else 20.0}
+        record(name, function, recorded_arguments, loss=loss, gradient=new_log_probs.grad)
 
     for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
         loss = algos.agg_loss(inputs.values, mask, mode)
@@ -232,6 +233,7 @@ class ActorSettings(SimpleNamespace):
 
 
 def run_trl(record, inputs):
+    """Record what the methods of TRL's trainers return."""
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
     from trl.trainer.utils import entropy_from_logits
 
@@ -252,22 +254,30 @@ def run_trl(record, inputs):
         weigh(f"trl/{mode}_2", mode, clip_max=2.0)
         weigh(f"trl/{mode}_band", mode, clip_min=0.5, clip_max=5.0 if mode == "token_mask" else 2.0)
 
-    scored = weigh("trl/token_truncate_20", "token_truncate", clip_max=20.0)
+    completions = weigh("trl/token_truncate_20", "token_truncate", clip_max=20.0)
 
-    def ppo(name, corrected, **arguments):
-        settings = {"epsilon_low": 0.2, "epsilon_high": 0.28, "use_vllm": corrected} | arguments
+    def ppo(name, is_corrected, **arguments):
+        settings = {"epsilon_low": 0.2, "epsilon_high": 0.28, "use_vllm": is_corrected} | arguments
         trainer = trl_trainer(GRPOTrainer, GRPOConfig, **settings)
-        new = inputs.new_log_probs.clone().requires_grad_()
-        trainer._get_per_token_logps_and_entropies = lambda *a, **k: (new, torch.zeros_like(new), None)
-        loss = trainer._compute_loss(trainer.model, scored | {"advantages": inputs.advantages})
+        new_log_probs = inputs.new_log_probs.clone().requires_grad_()
+        trainer._get_per_token_logps_and_entropies = lambda *a, **k: (
+            new_log_probs,
+            torch.zeros_like(new_log_probs),
+            None,
+        )
+        loss = trainer._compute_loss(trainer.model, completions | {"advantages": inputs.advantages})
         loss.backward()
-        shown = arguments | {"epsilon_low": 0.2, "epsilon_high": 0.28, "tis": 20.0 if corrected else None}
-        record(name, GRPOTrainer._compute_loss, shown, loss=loss, gradient=new.grad)
+        recorded_arguments = arguments | {
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.28,
+            "tis": 20.0 if is_corrected else None,
+        }
+        record(name, GRPOTrainer._compute_loss, recorded_arguments, loss=loss, gradient=new_log_probs.grad)
 
     for kind in ("grpo", "bnpo", "dr_grpo", "dapo"):
-        ppo(f"trl/ppo_tis/{kind}", True, loss_type=kind)
-    ppo("trl/ppo", False, loss_type="bnpo")
-    ppo("trl/ppo_delta", False, loss_type="bnpo", delta=1.25)
+        ppo(f"trl/ppo_tis/{kind}", is_corrected=True, loss_type=kind)
+    ppo("trl/ppo", is_corrected=False, loss_type="bnpo")
+    ppo("trl/ppo_delta", is_corrected=False, loss_type="bnpo", delta=1.25)
 
     def advantage(name, trainer_class, config_class, **arguments):
         trainer = trl_trainer(trainer_class, config_class, num_generations=4, use_vllm=False, **arguments)
@@ -286,7 +296,7 @@ def trl_trainer(trainer_class, config_class, **settings):
     """A trainer with the config's defaults and nothing of `__init__`."""
     defaults = {f.name: f.default for f in config_class.__dataclass_fields__.values() if f.init}
     trainer = object.__new__(trainer_class)
-    given = defaults | {
+    attributes = defaults | {
         "args": SimpleNamespace(**defaults | {"steps_per_generation": 1, "delta": settings.get("delta")}),
         "accelerator": SimpleNamespace(
             device=torch.device("cpu"),
@@ -314,14 +324,14 @@ def trl_trainer(trainer_class, config_class, **settings):
         "_pending_extra_logs": {},
         "_pending_metrics": {},
     }
-    for key, value in (given | settings).items():
+    for key, value in (attributes | settings).items():
         setattr(trainer, key, value)
     return trainer
 
 
 def trl_score(trainer, mask, log_probs, rollout_log_probs, rewards):
     """The trainer's own scoring of these responses; tokens masked within a response are a tool's."""
-    lengths = [max((t + 1 for t, kept in enumerate(row) if kept), default=0) for row in mask.tolist()]
+    lengths = [max((t + 1 for t, is_sampled in enumerate(row) if is_sampled), default=0) for row in mask.tolist()]
     ids = [[1] * length for length in lengths]
 
     def cut(rows):
@@ -329,10 +339,10 @@ def trl_score(trainer, mask, log_probs, rollout_log_probs, rewards):
 
     if type(trainer).__name__ == "GRPOTrainer":
         rollout = None if rollout_log_probs is None else cut(rollout_log_probs)
-        generated = [[1]] * len(ids), ids, cut(mask), ids, rollout, {}, None, None
+        generation = [[1]] * len(ids), ids, cut(mask), ids, rollout, {}, None, None
     else:
-        generated = [[1]] * len(ids), ids, ids
-    trainer._generate = lambda prompts: generated
+        generation = [[1]] * len(ids), ids, ids
+    trainer._generate = lambda prompts: generation
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (log_probs, None, None)
     trainer._calculate_rewards = lambda *args: rewards[:, None].clone()
     return trainer._generate_and_score_completions([{"prompt": "p"}] * len(ids))
@@ -342,16 +352,17 @@ def trl_score(trainer, mask, log_probs, rollout_log_probs, rewards):
 
 
 def run_areal(record, inputs):
+    """Record what AReaL's rejection sampling returns."""
     functional = "areal/utils/functional/functional.py"
-    needed = "RejectionSamplingResult", "_check_bounds", "apply_rejection_sampling"
+    definition_names = "RejectionSamplingResult", "_check_bounds", "apply_rejection_sampling"
     config = definitions("areal/api/cli_args.py", ["RejectionSamplingConfig"])
-    code = definitions(functional, needed, **config)
-    source = f"{functional}:{code['lines']['apply_rejection_sampling']} apply_rejection_sampling"
+    namespace = definitions(functional, definition_names, **config)
+    source = f"{functional}:{namespace['lines']['apply_rejection_sampling']} apply_rejection_sampling"
 
     def reject(name, **arguments):
         settings = config["RejectionSamplingConfig"](**arguments)
         log_probs = inputs.target_log_probs, inputs.rollout_log_probs
-        result = code["apply_rejection_sampling"](*log_probs, inputs.mask, None, settings)
+        result = namespace["apply_rejection_sampling"](*log_probs, inputs.mask, None, settings)
         record(name, source, arguments, weights=result.behave_imp_weight, mask=result.loss_mask)
 
     reject("areal/drop_5", level="token", action="mask", metric="ratio", upper=5.0)
@@ -362,15 +373,15 @@ def run_areal(record, inputs):
     reject("areal/geometric_lopsided", level="sequence", action="mask", metric="ratio", lower=0.5, upper=1.125)
 
 
-def definitions(path, names, **known):
+def definitions(path, names, **names_in_scope):
     """These top-level definitions of an installed file, executed; `lines` says where each stands. KeyError if gone."""
-    package, _, inside = path.partition("/")
-    file = Path(importlib.util.find_spec(package).submodule_search_locations[0]) / inside
-    found = {node.name: node for node in ast.parse(file.read_text()).body if hasattr(node, "name")}
-    module = ast.Module([found[name] for name in names], type_ignores=[])
-    space = {"__name__": __name__, "torch": torch, "dataclass": dataclass, "field": field} | known
-    exec(compile(module, file, "exec"), space)
-    return space | {"lines": {name: found[name].lineno for name in names}}
+    package, _, path_inside = path.partition("/")
+    file = Path(importlib.util.find_spec(package).submodule_search_locations[0]) / path_inside
+    nodes = {node.name: node for node in ast.parse(file.read_text()).body if hasattr(node, "name")}
+    module = ast.Module([nodes[name] for name in names], type_ignores=[])
+    namespace = {"__name__": __name__, "torch": torch, "dataclass": dataclass, "field": field} | names_in_scope
+    exec(compile(module, file, "exec"), namespace)
+    return namespace | {"lines": {name: nodes[name].lineno for name in names}}
 
 
 def main(path):
@@ -396,6 +407,7 @@ def main(path):
 
 
 def flat(value):
+    """All numbers of nested lists and dicts in one list."""
     if isinstance(value, dict | list):
         return [x for item in (value.values() if isinstance(value, dict) else value) for x in flat(item)]
     return [value]

@@ -25,16 +25,16 @@ HERE = Path(__file__).parent
 VENV = HERE.parents[1] / ".venv-peers"
 RECORDED = json.loads((HERE / "recorded.json").read_text())
 RECORDED_CASES = RECORDED["cases"]
-WHOLE = ("mask", "groups", "response_groups", "single_groups")
+INTEGER_INPUTS = ("mask", "groups", "response_groups", "single_groups")
 INPUTS = SimpleNamespace(
     **{
-        name: torch.tensor(value, dtype=torch.int64 if name in WHOLE else torch.float64)
+        name: torch.tensor(value, dtype=torch.int64 if name in INTEGER_INPUTS else torch.float64)
         for name, value in RECORDED["inputs"].items()
     }
 )
 MASK = INPUTS.mask.bool()
 RESPONSES, LIMIT = MASK.shape
-PRESENT = int(MASK.any(-1).sum())  # responses that are not empty
+NONEMPTY_RESPONSES = int(MASK.any(-1).sum())  # responses that are not empty
 
 SAFETY = math.exp(-20)  # verl: a response's ratio is never below, rollout_corr_helper.py SAFETY_BOUND
 
@@ -102,18 +102,15 @@ LOSS_CASES = [
     ("trl/ppo_tis/bnpo", "token-mean", 1.0),
     ("trl/ppo_tis/dapo", "token-mean", 1.0),
     ("verl/ppo_tis/seq-mean-token-mean", "seq-mean-token-mean", 1.0),
-    ("trl/ppo_tis/grpo", "seq-mean-token-mean", RESPONSES / PRESENT),  # TRL counts empty responses
+    ("trl/ppo_tis/grpo", "seq-mean-token-mean", RESPONSES / NONEMPTY_RESPONSES),  # TRL counts empty responses
     ("trl/ppo_tis/dr_grpo", "seq-mean-token-sum-norm", 1.0),
-    (
-        "verl/ppo_tis/seq-mean-token-sum-norm",
-        "seq-mean-token-sum-norm",
-        PRESENT / RESPONSES,
-    ),  # verl counts no empty ones
+    # verl counts no empty responses
+    ("verl/ppo_tis/seq-mean-token-sum-norm", "seq-mean-token-sum-norm", NONEMPTY_RESPONSES / RESPONSES),
 ]
 AGGREGATE_CASES = [
     ("verl/agg/token-mean", "token-mean", 1.0),
     ("verl/agg/seq-mean-token-mean", "seq-mean-token-mean", 1.0),
-    ("verl/agg/seq-mean-token-sum-norm", "seq-mean-token-sum-norm", PRESENT / RESPONSES),
+    ("verl/agg/seq-mean-token-sum-norm", "seq-mean-token-sum-norm", NONEMPTY_RESPONSES / RESPONSES),
 ]
 
 WITHOUT_COUNTERPART = {
@@ -132,136 +129,162 @@ WITHOUT_COUNTERPART = {
 }
 
 
-def recorded(case, key):
+def recorded_result(case, key):
+    """What the peer returned in this case under this name."""
     return torch.tensor(RECORDED_CASES[case]["results"][key], dtype=torch.float64)
 
 
-def correct(name, numbers, dtype=torch.float64):
-    target, nothing = INPUTS.target_log_probs.to(dtype), torch.zeros(MASK.shape, dtype=dtype)
+def our_correction(name, settings, dtype=torch.float64):
+    """Our correction of the recorded inputs; it reads neither coins, advantages nor Z."""
+    target, zeros = INPUTS.target_log_probs.to(dtype), torch.zeros(MASK.shape, dtype=dtype)
     inputs = CorrectionInputs(
         rollout_log_probs=INPUTS.rollout_log_probs.to(dtype),
         target_log_probs=target,
         proximal_log_probs=target,
         response_mask=MASK,
-        uniforms=nothing.double(),
-        advantages=nothing,
-        z=ZEstimate(*[nothing] * 6),
+        uniforms=zeros.double(),
+        advantages=zeros,
+        z=ZEstimate(*[zeros] * 6),
     )
-    return make_correction(name, **numbers).apply(inputs, {})
+    return make_correction(name, **settings).apply(inputs, {})
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 3e-5)], ids=["64", "32"])
-@pytest.mark.parametrize(("case", "key", "name", "numbers"), CASES, ids=lambda value: str(value))
-def test_corrections(case, key, name, numbers, dtype, rtol):
-    correction = correct(name, numbers, dtype)
-    ours = correction.accept_mask if key == "mask" else correction.weights * correction.accept_mask
-    theirs = recorded(case, key) * MASK  # TRL leaves 1 where masked and one column for a response
+@pytest.mark.parametrize(("case", "key", "name", "settings"), CASES, ids=lambda value: str(value))
+def test_corrections_weigh_and_reject_as_the_peers_do(case, key, name, settings, dtype, rtol):
+    correction = our_correction(name, settings, dtype)
+    our_result = correction.accept_mask if key == "mask" else correction.weights * correction.accept_mask
+    peer_result = recorded_result(case, key) * MASK  # TRL leaves 1 where masked and one column for a response
     rtol = max(rtol, 1e-6) if case.startswith("areal") else rtol  # AReaL computes in float32
-    torch.testing.assert_close(ours.double(), theirs, rtol=rtol, atol=2 * SAFETY if case == "verl/seq_tis" else 0.0)
+
+    torch.testing.assert_close(
+        our_result.double(), peer_result, rtol=rtol, atol=2 * SAFETY if case == "verl/seq_tis" else 0.0
+    )
 
 
-def advantage(name, which):
-    lengths = [MASK.sum(-1)] if which == "response_" else []
-    rewards, groups = getattr(INPUTS, which + "rewards"), getattr(INPUTS, which + "groups")
+def our_advantages_of(name, prefix):
+    """Our advantages of the rewards whose names begin with `prefix`, each with its groups."""
+    lengths = [MASK.sum(-1)] if prefix == "response_" else []
+    rewards, groups = getattr(INPUTS, prefix + "rewards"), getattr(INPUTS, prefix + "groups")
     return advantages.compute_advantages(name, rewards, groups, *lengths)
 
 
-@pytest.mark.parametrize(("case", "name", "which", "epsilon"), ADVANTAGE_CASES)
-def test_advantages(case, name, which, epsilon):
-    ours = advantage(name, which)
+@pytest.mark.parametrize(("case", "name", "prefix", "epsilon"), ADVANTAGE_CASES)
+def test_advantages_are_those_of_the_peers(case, name, prefix, epsilon):
+    our_advantages = our_advantages_of(name, prefix)
     if epsilon is not None:
         groups, rewards = INPUTS.groups, INPUTS.rewards
         std = torch.stack([rewards[groups == group].std() for group in groups])
-        ours = ours * std / (std + epsilon)
-    theirs = recorded(case, "advantages")
-    if which == "response_":
-        ours = ours[:, None] * MASK
-    elif theirs.ndim == 2:
-        ours = ours[:, None]
+        our_advantages = our_advantages * std / (std + epsilon)
+
+    peer_advantages = recorded_result(case, "advantages")
+    if prefix == "response_":
+        our_advantages = our_advantages[:, None] * MASK
+    elif peer_advantages.ndim == 2:
+        our_advantages = our_advantages[:, None]
+
     # verl adds 1e-8 to a variance before it whitens; its vectorised forms compute in float32
     rtol = 1e-6 if "reinforce" in case or "vectorized" in case else 1e-10
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-12)
+
+    torch.testing.assert_close(our_advantages, peer_advantages, rtol=rtol, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["verl/gae", "verl/gae_discounted"])
-def test_gae(case):
+def test_gae_and_returns_are_those_of_verl(case):
     arguments = RECORDED_CASES[case]["arguments"]
-    ours, returns = advantages.gae(INPUTS.token_rewards, INPUTS.values, MASK, **arguments)
+    our_advantages, returns = advantages.gae(INPUTS.token_rewards, INPUTS.values, MASK, **arguments)
+
     # verl's returns go on where masked, and its advantages are whitened over the tokens afterwards
-    torch.testing.assert_close(returns[MASK], recorded(case, "returns")[MASK], rtol=1e-10, atol=1e-12)
-    whitened = (ours[MASK] - ours[MASK].mean()) / ours[MASK].std()
-    torch.testing.assert_close(whitened, recorded(case, "whitened_advantages")[MASK], rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(returns[MASK], recorded_result(case, "returns")[MASK], rtol=1e-10, atol=1e-12)
+
+    whitened_advantages = (our_advantages[MASK] - our_advantages[MASK].mean()) / our_advantages[MASK].std()
+    torch.testing.assert_close(
+        whitened_advantages, recorded_result(case, "whitened_advantages")[MASK], rtol=1e-7, atol=1e-12
+    )
 
 
-def aggregate(name, losses, counted):
-    numerator, denominator = surrogate.LOSS_AGG_MODES[name](losses, counted, LIMIT)
+def aggregate(name, losses, token_weights):
+    """Compute our mean of the losses."""
+    numerator, denominator = surrogate.LOSS_AGG_MODES[name](losses, token_weights, LIMIT)
     return numerator / denominator
 
 
 @pytest.mark.parametrize(("case", "name", "ratio"), LOSS_CASES)
-def test_losses_and_gradients(case, name, ratio):
+def test_losses_and_gradients_are_those_of_the_peers(case, name, ratio):
     arguments = RECORDED_CASES[case]["arguments"]
     low, high = (arguments.get(f"clip_ratio_{end}", arguments.get(f"epsilon_{end}")) for end in ("low", "high"))
-    correction = correct("tis", {"cap": arguments["tis"]}) if arguments["tis"] else correct("none", {})
-    new, token_advantages = INPUTS.new_log_probs.clone().requires_grad_(), INPUTS.advantages[:, None].expand_as(MASK)
-    gain = surrogate.clipped_surrogate(new, INPUTS.target_log_probs, token_advantages, MASK, low, high).value
+    correction = our_correction("tis", {"cap": arguments["tis"]}) if arguments["tis"] else our_correction("none", {})
+    new_log_probs = INPUTS.new_log_probs.clone().requires_grad_()
+    token_advantages = INPUTS.advantages[:, None].expand_as(MASK)
+
+    surrogate_value = surrogate.clipped_surrogate(
+        new_log_probs, INPUTS.target_log_probs, token_advantages, MASK, low, high
+    ).value
     factor = correction.weights * correction.accept_mask
-    loss = aggregate(name, -factor * gain, correction.accept_mask)
+
+    loss = aggregate(name, -factor * surrogate_value, correction.accept_mask)
     loss.backward()
+
     # verl adds 1e-8 to a response's count of tokens
-    for ours, key in ((loss.detach(), "loss"), (new.grad, "gradient")):
-        torch.testing.assert_close(ours / ratio, recorded(case, key), rtol=1e-8, atol=1e-12)
+    for our_value, key in ((loss.detach(), "loss"), (new_log_probs.grad, "gradient")):
+        torch.testing.assert_close(our_value / ratio, recorded_result(case, key), rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize(("case", "name", "ratio"), AGGREGATE_CASES)
-def test_aggregates(case, name, ratio):
-    ours = aggregate(name, INPUTS.values * MASK, MASK.double())
-    torch.testing.assert_close(ours / ratio, recorded(case, "loss"), rtol=1e-8, atol=0.0)
+def test_aggregates_are_those_of_verl(case, name, ratio):
+    our_loss = aggregate(name, INPUTS.values * MASK, MASK.double())
+    torch.testing.assert_close(our_loss / ratio, recorded_result(case, "loss"), rtol=1e-8, atol=0.0)
 
 
-def test_value_loss():
+def test_the_value_loss_is_that_of_verl():
     returns = INPUTS.advantages[:, None].expand_as(MASK)
     error, _ = surrogate.clipped_value_error(INPUTS.token_rewards, INPUTS.values, returns, 0.2)
-    ours = aggregate("token-mean", error * MASK, MASK.double())
-    torch.testing.assert_close(ours, recorded("verl/value_loss", "loss"), rtol=1e-10, atol=0.0)
+    our_loss = aggregate("token-mean", error * MASK, MASK.double())
+    torch.testing.assert_close(our_loss, recorded_result("verl/value_loss", "loss"), rtol=1e-10, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
-def test_kl_of_sampled_tokens(kind):
-    ours = regularise.SAMPLED_KL[kind](INPUTS.target_log_probs, INPUTS.rollout_log_probs)
+def test_the_kl_of_sampled_tokens_is_that_of_verl(kind):
+    our_kl = regularise.SAMPLED_KL[kind](INPUTS.target_log_probs, INPUTS.rollout_log_probs)
     if kind == "k3":
-        ours = ours.clamp(max=10.0)  # verl's
-    torch.testing.assert_close(ours, recorded(f"verl/kl/{kind}", "kl"), rtol=1e-10, atol=1e-12)
+        our_kl = our_kl.clamp(max=10.0)  # verl's
+    torch.testing.assert_close(our_kl, recorded_result(f"verl/kl/{kind}", "kl"), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["verl/entropy", "trl/entropy"])
-def test_entropy(case):
+def test_the_entropy_is_that_of_the_peers(case):
     logits = INPUTS.logits
     head = Head(hidden=logits, weight=torch.eye(logits.shape[1], dtype=logits.dtype))
-    ours = linear_head(head, torch.zeros(len(logits), dtype=torch.int64), temperature=1.0).entropy
-    torch.testing.assert_close(ours, recorded(case, "entropy"), rtol=1e-10, atol=0.0)
+
+    our_entropy = linear_head(head, torch.zeros(len(logits), dtype=torch.int64), temperature=1.0).entropy
+    torch.testing.assert_close(our_entropy, recorded_result(case, "entropy"), rtol=1e-10, atol=0.0)
 
 
 def test_every_recorded_case_is_compared():
     tables = [*CASES, *ADVANTAGE_CASES, *LOSS_CASES, *AGGREGATE_CASES]
-    others = {"verl/gae", "verl/gae_discounted", "verl/value_loss", "verl/kl/k2", "verl/kl/k3"}
-    compared = {row[0] for row in tables} | others | {"verl/entropy", "trl/entropy"}
-    assert compared | set(WITHOUT_COUNTERPART) == set(RECORDED_CASES)
-    assert not compared & set(WITHOUT_COUNTERPART)
+    single_cases = {"verl/gae", "verl/gae_discounted", "verl/value_loss", "verl/kl/k2", "verl/kl/k3"}
+    compared_cases = {row[0] for row in tables} | single_cases | {"verl/entropy", "trl/entropy"}
+    assert compared_cases | set(WITHOUT_COUNTERPART) == set(RECORDED_CASES)
+    assert not compared_cases & set(WITHOUT_COUNTERPART)
 
 
 @pytest.mark.slow
 def test_the_peers_still_return_what_is_recorded(tmp_path):
     if not (VENV / "ready").exists():
         pytest.skip("the peers are not installed: make test-peers")
+
     path = tmp_path / "live.json"
     subprocess.run([VENV / "bin/python", HERE / "run_peers.py", path], check=True, timeout=300)
-    live = json.loads(path.read_text())
-    assert live["inputs"] == RECORDED["inputs"]
-    assert live["cases"].keys() == RECORDED_CASES.keys()
-    for case, want in RECORDED_CASES.items():
-        got = live["cases"][case]
-        assert (got["source"], got["arguments"]) == (want["source"], want["arguments"]), case
-        for key, value in want["results"].items():
-            kept, anew = torch.tensor(value).double(), torch.tensor(got["results"][key]).double()
-            torch.testing.assert_close(anew, kept, rtol=1e-6, atol=1e-9, msg=f"{case} {key}")
+
+    live_run = json.loads(path.read_text())
+
+    assert live_run["inputs"] == RECORDED["inputs"]
+    assert live_run["cases"].keys() == RECORDED_CASES.keys()
+
+    for case, recorded_case in RECORDED_CASES.items():
+        live_case = live_run["cases"][case]
+        assert live_case["source"] == recorded_case["source"], case
+        assert live_case["arguments"] == recorded_case["arguments"], case
+        for key, value in recorded_case["results"].items():
+            recorded_value, live_value = torch.tensor(value).double(), torch.tensor(live_case["results"][key]).double()
+            torch.testing.assert_close(live_value, recorded_value, rtol=1e-6, atol=1e-9, msg=f"{case} {key}")

@@ -34,14 +34,22 @@ class TestPooledEngine(QueueConformance, NumberConformance):
 
 
 def requests(count: int, **sampling: int) -> list[Request]:
-    return [tiny_request(f"{one}", 2 + one % 9, seed=one, **{"max_new_tokens": 10} | sampling) for one in range(count)]
+    """Return requests with prompts of 2 to 10 tokens, for 10 new ones unless changed."""
+    return [
+        tiny_request(f"{index}", 2 + index % 9, seed=index, **{"max_new_tokens": 10} | sampling)
+        for index in range(count)
+    ]
 
 
-def assert_equal(some: list[Rollout], others: list[Rollout]) -> None:
-    """Bit for bit, in order."""
-    for one, other in zip(some, others, strict=True):
-        assert (one.uid, one.prompt, one.finish) == (other.uid, other.prompt, other.finish)
-        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in TOKEN_COLUMNS)
+def assert_equal(rollouts: list[Rollout], expected_rollouts: list[Rollout]) -> None:
+    """Check rollouts bit for bit, in order."""
+    for rollout, expected_rollout in zip(rollouts, expected_rollouts, strict=True):
+        assert (rollout.uid, rollout.prompt, rollout.finish) == (
+            expected_rollout.uid,
+            expected_rollout.prompt,
+            expected_rollout.finish,
+        )
+        assert all(torch.equal(getattr(rollout, name), getattr(expected_rollout, name)) for name in TOKEN_COLUMNS)
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +58,19 @@ def chunk_by_chunk(folder: Path) -> list[Rollout]:
     [engine] = make_tiny(str(folder)).values()
     with closing(engine), torch.no_grad():
         engine.update_weights(tiny_model(seed=0).named_parameters(), OLD)
-        wanted = requests(40)
-        return [one for first in range(0, 40, 5) for one in engine.generate(wanted[first : first + 5])]
+        all_requests = requests(40)
+        return [rollout for start in range(0, 40, 5) for rollout in engine.generate(all_requests[start : start + 5])]
 
 
-def threads(number: int, folder: Path) -> dict[str, ThreadLink]:
-    return {f"thread {one}": ThreadLink(make_tiny, str(folder)) for one in range(number)}
+def thread_links(count: int, folder: Path) -> dict[str, ThreadLink]:
+    """Return engines of the model in this folder, each on a thread of this process."""
+    return {f"thread {index}": ThreadLink(make_tiny, str(folder)) for index in range(count)}
 
 
 @pytest.fixture
 def pool(new_folder: Path, folder: Path) -> Iterator[EnginePool]:
     """A pool of two hosts, each of which was made with other weights than those that the pool sends."""
-    links = threads(2, new_folder)
+    links = thread_links(2, new_folder)
     pool = pool_of(links, folder, OLD)
     pool.links = links
     yield pool
@@ -75,30 +84,34 @@ def test_three_engines_generate_what_one_does(folder, new_folder, chunk_by_chunk
 
 
 @pytest.mark.parametrize(
-    ("number", "why"),
+    ("signal_number", "reason"),
     [
         (signal.SIGKILL, "its process was killed by signal 9"),
         pytest.param(signal.SIGSTOP, "no sign of life for 1.5 seconds", marks=pytest.mark.slow),
     ],
 )
 def test_chunks_of_a_dead_or_hanging_engine_go_to_the_others(
-    number: int, why: str, folder, new_folder, chunk_by_chunk
+    signal_number: int, reason: str, folder, new_folder, chunk_by_chunk
 ) -> None:
     links = forks(2, new_folder, silence=1.5)
     pool = pool_of(links, folder, OLD)
     with closing(pool.engines["engine"]) as engine:
         engine.submit(requests(40))
-        kill(links["fork 1"], number)
-        found = {one.uid: one for one in engine.collect(40)}
-        assert_equal([found[one.uid] for one in requests(40)], chunk_by_chunk)
+        kill(links["fork 1"], signal_number)
+        rollouts_by_uid = {rollout.uid: rollout for rollout in engine.collect(40)}
+
+        assert_equal([rollouts_by_uid[request.uid] for request in requests(40)], chunk_by_chunk)
+
         wait_until_all_hold(pool)
-        lost, back = engine.take_events()
-        assert lost.pop("why").endswith(why)
-        assert lost == {"event": "peer_lost", "peer": "fork 1", "sent_again": 1}
-        assert back == {"event": "peer_restarted", "peer": "fork 1"}
+
+        loss_event, restart_event = engine.take_events()
+        assert loss_event.pop("why").endswith(reason)
+        assert loss_event == {"event": "peer_lost", "peer": "fork 1", "sent_again": 1}
+        assert restart_event == {"event": "peer_restarted", "peer": "fork 1"}
+
         digest = engine.update_weights(tiny_model(seed=1).named_parameters(), NEW)
         assert digest == weights_digest(tiny_model(seed=1).named_parameters(), torch.float32)
-        assert {tuple(one.versions[0].tolist()) for one in engine.generate(requests(40))} == {NEW}
+        assert {tuple(rollout.versions[0].tolist()) for rollout in engine.generate(requests(40))} == {NEW}
 
 
 @pytest.mark.slow
@@ -106,40 +119,51 @@ def test_fifteen_kills_lose_and_double_no_chunk(folder, new_folder) -> None:
     """Fifteen kills, of one engine after the other. A chunk is two requests."""
     links = forks(3, new_folder)
     pool = pool_of(links, folder, OLD, chunk=2)
-    wanted = requests(150, max_new_tokens=8)
+    all_requests = requests(150, max_new_tokens=8)
+
     with (
         closing(pool.engines["engine"]) as engine,
-        closing(pool_of(threads(1, folder), folder, OLD, chunk=2).engines["engine"]) as quiet,
+        closing(pool_of(thread_links(1, folder), folder, OLD, chunk=2).engines["engine"]) as quiet_engine,
     ):
-        found, killed = [], set()
-        for number in range(15):
-            engine.submit(wanted[10 * number : 10 * number + 10])
-            killed.add(links[f"fork {number % 3}"].child.pid)
-            kill(links[f"fork {number % 3}"])
-            found += engine.collect(10)
+        rollouts, killed_ids = [], set()
+        for kill_index in range(15):
+            engine.submit(all_requests[10 * kill_index : 10 * kill_index + 10])
+            killed_ids.add(links[f"fork {kill_index % 3}"].child.pid)
+            kill(links[f"fork {kill_index % 3}"])
+            rollouts += engine.collect(10)
             wait_until_all_hold(pool)
-        assert len(found) == 150 and engine.collect(1) == []
-        assert len(killed) == 15
-        lost = [event["event"] for event in engine.take_events()].count("peer_lost")
-        assert lost in (14, 15)  # the last one may have done all that it had to do
-        assert_equal(sorted(found, key=lambda one: int(one.uid)), quiet.generate(wanted))
+
+        assert len(rollouts) == 150
+        assert engine.collect(1) == []
+        assert len(killed_ids) == 15
+        lost_count = [event["event"] for event in engine.take_events()].count("peer_lost")
+        assert lost_count in (14, 15)  # the last one may have done all that it had to do
+        assert_equal(sorted(rollouts, key=lambda rollout: int(rollout.uid)), quiet_engine.generate(all_requests))
 
 
 def test_an_engine_that_lost_its_weights_waits_for_them(pool: EnginePool) -> None:
     """It says so, whoever asks it, and the chunk waits until it has the newest weights."""
-    first = pool.links["thread 0"]
-    before = first.host
-    first.restart()
-    generated = pool.engines["engine"].generate(requests(20))
-    assert {tuple(one.versions[0].tolist()) for one in generated} == {OLD}
-    assert first.opened == 1 and first.host is not before and first.host._weight_names
+    link = pool.links["thread 0"]
+    old_host = link.host
+    link.restart()
+
+    rollouts = pool.engines["engine"].generate(requests(20))
+
+    assert {tuple(rollout.versions[0].tolist()) for rollout in rollouts} == {OLD}
+    assert link.opened == 1
+    assert link.host is not old_host
+    assert link.host._weight_names
     assert [event["event"] for event in pool.engines["engine"].take_events()] == ["peer_lost", "peer_restarted"]
-    late = pack({"do": "generate", "engine": "engine", "held": {"engine": "others"}, "samplings": [], "requests": []})
-    assert unpack(first.host.answer(late)) == {"stale": first.host._weight_names}
+
+    late_request = pack(
+        {"do": "generate", "engine": "engine", "held": {"engine": "others"}, "samplings": [], "requests": []}
+    )
+
+    assert unpack(link.host.answer(late_request)) == {"stale": link.host._weight_names}
 
 
 def test_without_any_engine_the_pool_waits_and_gives_up(new_folder, folder) -> None:
-    links = threads(2, new_folder)
+    links = thread_links(2, new_folder)
     with closing(pool_of(links, folder, OLD, patience=0.3).engines["engine"]) as engine:
         engine.submit(requests(10))
         for link in links.values():
@@ -150,22 +174,25 @@ def test_without_any_engine_the_pool_waits_and_gives_up(new_folder, folder) -> N
 
 def test_an_engine_that_ends_at_each_attempt_ends_the_run(new_folder, folder, monkeypatch) -> None:
     monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
-    links = threads(1, new_folder)
+    links = thread_links(1, new_folder)
     with closing(pool_of(links, folder, OLD).engines["engine"]) as engine:
         links["thread 0"].breaks_at = "3"
         with pytest.raises(EngineError, match=r"0 failed the most attempts = 5 times \(thread 0: as the test wants it"):
             engine.generate(requests(5))
 
 
-def test_an_engine_that_holds_other_weights_is_named(new_folder, folder) -> None:
+def test_an_engine_that_holds_other_weights_is_refused(new_folder, folder) -> None:
     class Wrong(ThreadLink):
         def restart(self) -> None:
             super().restart()
             engine = self.host._engines["engine"]
             update = engine.update_weights
-            engine.update_weights = lambda sent, version: update(((name, one + 1) for name, one in sent), version)
+            engine.update_weights = lambda named_tensors, version: update(
+                ((name, tensor + 1) for name, tensor in named_tensors), version
+            )
 
     links = {"right": ThreadLink(make_tiny, str(new_folder)), "wrong": Wrong(make_tiny, str(new_folder))}
+
     with pytest.raises(EngineError, match=r"(wrong|right) read the weights engine 0 and holds digest \w{12}, another"):
         pool_of(links, folder, OLD)
 
@@ -173,18 +200,21 @@ def test_an_engine_that_holds_other_weights_is_named(new_folder, folder) -> None
 def test_reading_weights_leaves_nothing_behind(tmp_path) -> None:
     """Neither from memory nor from a file of safetensors, which are read bit for bit."""
     tensors = {
-        f"{kind} {one}": torch.arange(64.0).to(kind) for kind in (torch.float32, torch.int8) for one in range(20)
+        f"{kind} {index}": torch.arange(64.0).to(kind) for kind in (torch.float32, torch.int8) for index in range(20)
     }
     memory, file = SharedWeights(tensors.items()), tmp_path / "model.safetensors"
     save_file(tensors, file)
+
     for path in (memory.path, file):
-        read = dict(read_weights(path))
-        assert read.keys() == tensors.keys() and all(torch.equal(read[name], one) for name, one in tensors.items())
-        assert all(read[name].dtype == one.dtype for name, one in tensors.items())
-        before = sys.getallocatedblocks()
+        weights = dict(read_weights(path))
+        assert weights.keys() == tensors.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+        assert all(weights[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+        old_count = sys.getallocatedblocks()
         for _ in range(20):
             dict(read_weights(path))
-        assert sys.getallocatedblocks() - before < 200  # objects, of 800 tensors
+        assert sys.getallocatedblocks() - old_count < 200  # objects, of 800 tensors
 
 
 def test_an_engine_that_cannot_be_made_says_why(folder, tmp_path) -> None:
@@ -211,8 +241,8 @@ class Counting(Peer):
 
 
 @pytest.fixture
-def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Counting, int], list[int]]]:
-    """Gives a peer so many requests at once, and returns them in the order in which they were done."""
+def requests_as_answered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Counting, int], list[int]]]:
+    """A function that gives a peer so many requests at once and returns them in the order of their answers."""
     monkeypatch.setattr("jackpot.rollout.engines.pool._FIRST_WAIT", 0.01)
     limits = PoolLimits(
         patience=60.0,
@@ -223,41 +253,46 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Counting, 
         failing_advice="no luck",
     )
     pool: Pool[Counting] = Pool(limits, object(), "counting")
-    done: list[int] = []
+    finished_requests: list[int] = []
 
-    def give(peer: Counting, count: int) -> list[int]:
+    def order_of(peer: Counting, count: int) -> list[int]:
         pool.call(pool.join(peer))
-        is_done = threading.Event()
-        finish = [done.append] * (count - 1) + [lambda last: (done.append(last), is_done.set())]
-        pool.begin([(str(number), number, finish[number]) for number in range(count)])
-        assert is_done.wait(60.0)
-        return done
+        all_finished = threading.Event()
+        callbacks = [finished_requests.append] * (count - 1) + [
+            lambda last_request: (finished_requests.append(last_request), all_finished.set())
+        ]
+        pool.begin([(str(request), request, callbacks[request]) for request in range(count)])
+        assert all_finished.wait(60.0)
+        return finished_requests
 
-    yield give
+    yield order_of
     pool.close()
 
 
-def test_a_request_that_failed_comes_before_the_others(one_by_one) -> None:
-    assert one_by_one(Counting(0, 2), 4) == [0, 1, 2, 3]
+def test_a_request_that_failed_comes_before_the_others(requests_as_answered) -> None:
+    assert requests_as_answered(Counting(0, 2), 4) == [0, 1, 2, 3]
 
 
-def test_the_failures_of_a_peer_end_with_a_success(one_by_one) -> None:
+def test_the_failures_of_a_peer_end_with_a_success(requests_as_answered) -> None:
     """So it is tried again soon, however often it failed before."""
     peer = Counting(0, 0, 2)
-    one_by_one(peer, 4)
+    requests_as_answered(peer, 4)
     assert peer.failed_so_far == [2, 0, 1, 0]
 
 
 def test_weights_are_forgotten_with_what_held_them(pool: EnginePool) -> None:
     """A host whose update fails holds none under the old name, and a closed pool keeps none in memory."""
     host = pool.links["thread 0"].host
-    take = {"do": "take", "engine": "engine", "name": "new", "version": [1, 1], "path": "/nowhere"}
-    assert "cannot read the weights" in unpack(host.answer(pack(take)))["lost"]
-    old = {"engine": pool.pool.newest["engine"].name}
-    late = {"do": "generate", "engine": "engine", "held": old, "samplings": [], "requests": []}
-    assert unpack(host.answer(pack(late))) == {"stale": {}}
+    take_call = {"do": "take", "engine": "engine", "name": "new", "version": [1, 1], "path": "/nowhere"}
+
+    assert "cannot read the weights" in unpack(host.answer(pack(take_call)))["lost"]
+
+    old_weights = {"engine": pool.pool.newest["engine"].name}
+    late_call = {"do": "generate", "engine": "engine", "held": old_weights, "samplings": [], "requests": []}
+    assert unpack(host.answer(pack(late_call))) == {"stale": {}}
 
     memory = weakref.ref(pool.pool.newest["engine"].memory)
     pool.engines["engine"].close()
     gc.collect()
+
     assert memory() is None

@@ -23,7 +23,7 @@ from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from rollout.engines.transformers.test_decoding import make_engine, make_model
 from rollout.engines.transformers.test_engine import make
 
-KINDS = [("int8_w8a16", None), ("int8_w8a8", None), ("fp8", None), (None, "fp8"), ("fp8", "fp8")]
+KINDS = [("int8_w8a16", None), ("int8_w8a8", None), ("fp8", None), (None, "fp8"), ("fp8", "fp8")]  # (weights, KV cache)
 
 
 class QuantizedConformance(RunConformance, NumberConformance):
@@ -82,8 +82,12 @@ def test_a_joint_training_run_goes_through_a_quantized_engine(folder, new_folder
 )
 def test_quantized_log_probs_are_those_of_the_definition(folder, quantization, kv_cache_dtype, attention):
     engine = make(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype, attn_implementation=attention)
-    assert engine.capabilities.quantized and engine.capabilities.dtype == torch.float32
+
+    assert engine.capabilities.quantized
+    assert engine.capabilities.dtype == torch.float32
+
     rollouts = engine.generate([tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=12) for i in range(6)])
+
     references = QuantizedReference(folder, quantization, kv_cache_dtype), Reference(folder, torch.float32)
 
     def error(reference: Reference, log_probs: list[torch.Tensor]) -> float:
@@ -91,100 +95,127 @@ def test_quantized_log_probs_are_those_of_the_definition(folder, quantization, k
         return np.concatenate(
             [
                 np.abs(
-                    reference.log_probs(one.prompt, one.token_ids.tolist(), Sampling())[
-                        np.arange(len(one.token_ids)), one.token_ids
+                    reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), Sampling())[
+                        np.arange(len(rollout.token_ids)), rollout.token_ids
                     ]
-                    - given.double().numpy()
+                    - engine_log_probs.double().numpy()
                 )
-                for one, given in zip(rollouts, log_probs, strict=True)
+                for rollout, engine_log_probs in zip(rollouts, log_probs, strict=True)
             ]
         ).mean()
 
-    for log_probs in ([one.rollout_log_probs for one in rollouts], engine.score(rollouts, 1.0)):
-        rounded, plain = (error(reference, log_probs) for reference in references)
-        assert plain > 1e-2 > 5e-3 > rounded
-        assert plain > 15 * rounded
+    for log_probs in ([rollout.rollout_log_probs for rollout in rollouts], engine.score(rollouts, 1.0)):
+        rounded_error, plain_error = (error(reference, log_probs) for reference in references)
+        assert plain_error > 1e-2
+        assert rounded_error < 5e-3
+        assert plain_error > 15 * rounded_error
 
 
 @pytest.mark.parametrize(("quantization", "kv_cache_dtype"), KINDS[1:4])
 def test_weights_are_quantized_again_at_every_update(folder, new_folder, quantization, kv_cache_dtype):
     settings = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    updated, fresh = make(folder, **settings), make(new_folder, **settings)
-    new = tiny_model(seed=1)
-    digest = updated.update_weights(new.named_parameters(), NEW)
-    assert digest == weights_digest(new.named_parameters(), torch.float32)
+    updated_engine, fresh_engine = make(folder, **settings), make(new_folder, **settings)
+    new_model = tiny_model(seed=1)
+    digest = updated_engine.update_weights(new_model.named_parameters(), NEW)
+
+    assert digest == weights_digest(new_model.named_parameters(), torch.float32)
+
     requests = [tiny_request(f"{i}", 1 + i % 5, seed=i) for i in range(5)]
-    for one, other in zip(updated.generate(requests), fresh.generate(requests), strict=True):
-        assert torch.equal(one.token_ids, other.token_ids)
-        assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+    for updated_rollout, fresh_rollout in zip(
+        updated_engine.generate(requests), fresh_engine.generate(requests), strict=True
+    ):
+        assert torch.equal(updated_rollout.token_ids, fresh_rollout.token_ids)
+        assert torch.equal(updated_rollout.rollout_log_probs, fresh_rollout.rollout_log_probs)
 
 
 @pytest.mark.parametrize("quantization", SCHEMES)
 def test_codes_and_scales_are_held_and_digested_as_they_came(folder, new_folder, quantization):
-    updated, fresh = (make(one, quantization=quantization) for one in (folder, new_folder))
-    new, codes = tiny_model(seed=1), updated.capabilities.coded_weights
-    named = list(quantize_named(new.named_parameters(), codes.names, codes.scheme))
-    assert updated.update_weights(iter(named), NEW) == weights_digest(named, None)
+    updated_engine, fresh_engine = (make(path, quantization=quantization) for path in (folder, new_folder))
+    new_model, codes = tiny_model(seed=1), updated_engine.capabilities.coded_weights
+    named_codes = list(quantize_named(new_model.named_parameters(), codes.names, codes.scheme))
+
+    assert updated_engine.update_weights(iter(named_codes), NEW) == weights_digest(named_codes, dtype=None)
+
     requests = [tiny_request(f"{i}", 1 + i % 5, seed=i) for i in range(5)]
-    for one, other in zip(updated.generate(requests), fresh.generate(requests), strict=True):
-        assert torch.equal(one.token_ids, other.token_ids)
-        assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
-    places = {name: place for place, (name, _) in enumerate(named)}
-    name = "model.layers.1.mlp.down_proj.weight"
-    for one in (name, name + scales_suffix(codes.scheme)):
-        changed = [(one, tensor.clone()) for one, tensor in named]
-        changed[places[one]][1].view(torch.uint8).view(-1)[0] ^= 1  # the last bit of a code or of a scale
-        assert updated.update_weights(changed, NEW) != weights_digest(named, None)
+    for updated_rollout, fresh_rollout in zip(
+        updated_engine.generate(requests), fresh_engine.generate(requests), strict=True
+    ):
+        assert torch.equal(updated_rollout.token_ids, fresh_rollout.token_ids)
+        assert torch.equal(updated_rollout.rollout_log_probs, fresh_rollout.rollout_log_probs)
+
+    indices = {name: index for index, (name, _) in enumerate(named_codes)}
+    codes_name = "model.layers.1.mlp.down_proj.weight"
+    for changed_name in (codes_name, codes_name + scales_suffix(codes.scheme)):
+        changed_codes = [(name, tensor.clone()) for name, tensor in named_codes]
+        # the last bit of a code or of a scale
+        changed_codes[indices[changed_name]][1].view(torch.uint8).view(-1)[0] ^= 1
+        assert updated_engine.update_weights(changed_codes, NEW) != weights_digest(named_codes, dtype=None)
 
 
 def test_codes_that_do_not_fit_leave_the_old_weights(folder):
-    engine, new = make(folder, quantization="fp8"), tiny_model(seed=1)
-    named = dict(quantize_named(new.named_parameters(), engine.capabilities.coded_weights.names, SCHEMES["fp8"]))
+    engine, new_model = make(folder, quantization="fp8"), tiny_model(seed=1)
+    codes = dict(quantize_named(new_model.named_parameters(), engine.capabilities.coded_weights.names, SCHEMES["fp8"]))
     request = [tiny_request("0")]
-    before = engine.generate(request)[0].rollout_log_probs
+    old_log_probs = engine.generate(request)[0].rollout_log_probs
+
     name = "model.layers.1.mlp.down_proj.weight"
-    without = {one: tensor for one, tensor in named.items() if one != f"{name}_scale_inv"}
-    alone = named | {name: new.get_parameter(name)}
-    head = named | {"model.embed_tokens.weight": new.model.embed_tokens.weight.to(E4M3)}
-    for sent, why in ((without, "1 missing"), (alone, f"such as {name}"), (head, "such as model.embed")):
-        with pytest.raises(EngineError, match=why):
-            engine.update_weights(sent.items(), NEW)
+
+    codes_without_scales = {key: tensor for key, tensor in codes.items() if key != f"{name}_scale_inv"}
+    weight_without_codes = codes | {name: new_model.get_parameter(name)}
+    codes_with_head = codes | {"model.embed_tokens.weight": new_model.model.embed_tokens.weight.to(E4M3)}
+
+    for sent_weights, reason in (
+        (codes_without_scales, "1 missing"),
+        (weight_without_codes, f"such as {name}"),
+        (codes_with_head, "such as model.embed"),
+    ):
+        with pytest.raises(EngineError, match=reason):
+            engine.update_weights(sent_weights.items(), NEW)
     with pytest.raises(EngineError, match="does not take"):
-        make(folder, quantization="int8_w8a8").update_weights(named.items(), NEW)
-    assert torch.equal(engine.generate(request)[0].rollout_log_probs, before)
+        make(folder, quantization="int8_w8a8").update_weights(codes.items(), NEW)
+    assert torch.equal(engine.generate(request)[0].rollout_log_probs, old_log_probs)
 
 
 def test_a_weight_changed_on_the_way_changes_the_digest(folder):
     engine = make(folder, quantization="fp8")
     weights = {name: tensor.detach().clone() for name, tensor in tiny_model(seed=0).named_parameters()}
-    before = engine.update_weights(weights.items(), OLD)
+    old_digest = engine.update_weights(weights.items(), OLD)
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] *= 1 + 1e-6  # far less than a code
-    assert engine.update_weights(weights.items(), OLD) != before
+    assert engine.update_weights(weights.items(), OLD) != old_digest
 
 
 def test_an_engine_in_bfloat16_quantizes_what_it_would_have_held(folder):
     engine = make(folder, torch.bfloat16, quantization="fp8")
     weights = dict(tiny_model(seed=1).named_parameters())
     digest = engine.update_weights(weights.items(), NEW)
+
     assert digest == weights_digest(weights.items(), torch.bfloat16)
-    same = make(folder, torch.bfloat16, quantization="fp8")
-    same.update_weights(((name, tensor.bfloat16()) for name, tensor in weights.items()), NEW)
+
+    engine_of_rounded_weights = make(folder, torch.bfloat16, quantization="fp8")
+    engine_of_rounded_weights.update_weights(((name, tensor.bfloat16()) for name, tensor in weights.items()), NEW)
     requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
-    for one, other in zip(engine.generate(requests), same.generate(requests), strict=True):
-        assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
+
+    for rollout, expected_rollout in zip(
+        engine.generate(requests), engine_of_rounded_weights.generate(requests), strict=True
+    ):
+        assert torch.equal(rollout.rollout_log_probs, expected_rollout.rollout_log_probs)
 
 
 def test_an_engine_reports_once_what_it_quantized(folder):
     engine = make(folder, quantization="fp8")
     [event] = engine.take_events()
+
+    # two layers: q and o, k and v, and three matrices of the MLP
     layers = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
+
     assert event == {
         "event": "quantized",
         "to": "fp8",
-        "share": layers / (layers + 24 * 64 + 5 * 64 + 4 * 32),
+        "share": layers / (layers + 24 * 64 + 5 * 64 + 4 * 32),  # embedding, norms, norms of q and k
         "kept": {"embedding": 1, "bias or norm": 9},
     }
-    assert engine.take_events() == make(folder, kv_cache_dtype="fp8").take_events() == []
+    assert engine.take_events() == []
+    assert make(folder, kv_cache_dtype="fp8").take_events() == []
 
 
 def test_models_that_cannot_be_quantized_so_are_refused():
@@ -214,15 +245,17 @@ def test_an_fp8_cache_is_what_every_pass_sees(name, attention):
     The models have windows, padding, biases, layers of another kind, and both kinds of cache.
     """
     model = make_model(name, attention)
-    engine, plain = make_engine(model, kv_cache_dtype="fp8"), make_engine(make_model(name, attention))
+    engine, plain_engine = make_engine(model, kv_cache_dtype="fp8"), make_engine(make_model(name, attention))
+
     rollouts = engine.generate([tiny_request(f"{i}", 2 + 7 * i, seed=9 + i, max_new_tokens=25) for i in range(3)])
-    scores, without = engine.score(rollouts, 1.0), plain.score(rollouts, 1.0)
-    for rollout, score, other in zip(rollouts, scores, without, strict=True):
+    scores, plain_scores = engine.score(rollouts, 1.0), plain_engine.score(rollouts, 1.0)
+
+    for rollout, score, plain_score in zip(rollouts, scores, plain_scores, strict=True):
         assert (rollout.rollout_log_probs - score).abs().mean() < 2e-3
-        assert (rollout.rollout_log_probs - other).abs().mean() > 4e-3
+        assert (rollout.rollout_log_probs - plain_score).abs().mean() > 4e-3
 
 
-def test_another_process_says_of_its_engine_what_this_one_would(folder):
+def test_capabilities_sent_to_another_process_stay_the_same(folder):
     engine = make(folder, torch.bfloat16, quantization="int8_w8a8")
-    told = unpack(pack(_describe(engine)))
-    assert _capabilities(told["capabilities"]) == engine.capabilities
+    description = unpack(pack(_describe(engine)))
+    assert _capabilities(description["capabilities"]) == engine.capabilities

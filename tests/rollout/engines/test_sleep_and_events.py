@@ -13,7 +13,7 @@ from jackpot.rollout.engines.transformers.engine import TransformersEngine
 from jackpot.training.joint_learner import JointLearner
 
 SHORT = ("iterations=2", "batch.prompts=2", "batch.group_size=2", "sampling.max_new_tokens=8", "evaluation.problems=2")
-MADE: list["Sleeper"] = []
+MADE_ENGINES: list["Sleeper"] = []
 
 
 class Sleeper(TransformersEngine):
@@ -22,7 +22,7 @@ class Sleeper(TransformersEngine):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.is_asleep, self.num_sleeps, self.events = False, 0, []
-        MADE.append(self)
+        MADE_ENGINES.append(self)
 
     def sleep(self) -> None:
         self._in_flight.check_empty()
@@ -46,12 +46,13 @@ class Sleeper(TransformersEngine):
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Sleeper]:
     """Collects the engines that the next run makes; the rollout engine is the first."""
-    MADE.clear()
+    MADE_ENGINES.clear()
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Sleeper)
-    return MADE
+    return MADE_ENGINES
 
 
 def logged_events(folder: Path) -> list[dict[str, Any]]:
+    """Return iteration, version and engine of the events that name an engine."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [{key: event[key] for key in ("iteration", "version", "engine")} for event in events if "engine" in event]
 
@@ -59,7 +60,8 @@ def logged_events(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("overrides", "num_sleeps"),
     [
-        (("batch.ahead=1",), [1, 2]),  # iterations; evaluations:  # it generates ahead in the first iteration
+        # sleeps of the rollout engine and of that of evaluation; the first generates ahead in the first iteration
+        (("batch.ahead=1",), [1, 2]),
         (("rollout_model.optimizer=null",), [2, 2]),
         (("rollout_model=null", "objective.correction=none"), [2]),
     ],
@@ -67,35 +69,46 @@ def logged_events(folder: Path) -> list[dict[str, Any]]:
 def test_engines_sleep_when_there_is_nothing_to_generate(
     overrides, num_sleeps, engines, tmp_path: Path, monkeypatch
 ) -> None:
-    asleep = []
+    states_at_training = []
     train = JointLearner.train
 
-    def watched(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
-        asleep.append([engine.is_asleep for engine in engines])
-        return train(learner, *arguments, **named)
+    def train_recording_states(learner: JointLearner, *arguments: Any, **settings: Any) -> Any:
+        states_at_training.append([engine.is_asleep for engine in engines])
+        return train(learner, *arguments, **settings)
 
-    monkeypatch.setattr(JointLearner, "train", watched)
+    monkeypatch.setattr(JointLearner, "train", train_recording_states)
+
     run(small_config(*SHORT, *overrides), tmp_path)
+
     assert [engine.num_sleeps for engine in engines] == num_sleeps
-    others = [True] * (len(num_sleeps) - 1)
+
+    other_engines = [True] * (len(num_sleeps) - 1)
     generates_ahead = num_sleeps[0] == 1
-    assert asleep == [[not generates_ahead, *others], [True, *others]]
+    assert states_at_training == [[not generates_ahead, *other_engines], [True, *other_engines]]
 
 
 def test_events_of_engines_are_logged_once_with_their_iteration(engines, tmp_path: Path) -> None:
     run(small_config(*SHORT), tmp_path)
+
     assert [engine.num_sleeps for engine in engines] == [2, 2]
+
     updates = [event for event in logged_events(tmp_path) if event["engine"] == "engine"]
     assert [(event["iteration"], event["version"][1]) for event in updates] == [(n, n) for n in range(1, 3)]
-    evaluated = [event["iteration"] for event in logged_events(tmp_path) if event["engine"] == "evaluation.engine"]
-    assert evaluated == [0, 2]
+
+    evaluation_iterations = [
+        event["iteration"] for event in logged_events(tmp_path) if event["engine"] == "evaluation.engine"
+    ]
+
+    assert evaluation_iterations == [0, 2]
 
 
 def test_events_before_the_run_broke_are_logged(engines, tmp_path: Path, monkeypatch) -> None:
-    def broken(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
+    def breaking_train(learner: JointLearner, *arguments: Any, **settings: Any) -> Any:
         engines[0].events.append({"event": "server lost", "version": [0, 0]})
         raise Killed
 
-    monkeypatch.setattr(JointLearner, "train", broken)
+    monkeypatch.setattr(JointLearner, "train", breaking_train)
+
     run(small_config(*SHORT), tmp_path)
+
     assert logged_events(tmp_path)[-1] == {"iteration": 0, "version": [0, 0], "engine": "engine"}

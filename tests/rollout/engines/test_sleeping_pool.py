@@ -1,4 +1,4 @@
-"""Engines that sleep, in this process and in others."""
+"""Engines that sleep, in this process and in others, free their weights and wake with those they are sent."""
 
 import time
 from collections.abc import Iterator
@@ -22,10 +22,11 @@ from jackpot.rollout.engines.process import ProcessLink
 from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 CPU = torch.device("cpu")
-WANTED = [tiny_request(f"{one}", 2 + one, seed=one, max_new_tokens=8) for one in range(6)]
+REQUESTS = [tiny_request(f"{i}", 2 + i, seed=i, max_new_tokens=8) for i in range(6)]
 
 
 def sleeper(folder: str, **settings: str) -> TransformersEngine:
+    """Make an engine that can sleep and has no weights of the run yet."""
     torch.set_num_threads(1)
     return make_engine(TransformersEngineConfig(enable_sleep_mode=True, **settings), folder, CPU, NEVER)
 
@@ -35,42 +36,50 @@ def make_sleepers(folder: str) -> dict[str, Engine]:
 
 
 def tokens(rollouts: list[Rollout]) -> list[list[int]]:
-    return [one.token_ids.tolist() for one in rollouts]
+    """Return the tokens of the responses."""
+    return [rollout.token_ids.tolist() for rollout in rollouts]
 
 
 def num_bytes(engine: TransformersEngine) -> int:
+    """The memory of the engine's weights and buffers."""
     return sum(
-        one.untyped_storage().nbytes()
-        for one in (*engine._weights.model.parameters(), *engine._weights.model.buffers())
+        tensor.untyped_storage().nbytes()
+        for tensor in (*engine._weights.model.parameters(), *engine._weights.model.buffers())
     )
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_a_sleeping_engine_wakes_with_the_weights_it_is_sent(quantization, folder) -> None:
-    sent = list(tiny_model(seed=1).named_parameters())
+    new_weights = list(tiny_model(seed=1).named_parameters())
     with closing(sleeper(str(folder), quantization=quantization)) as engine:
-        held = num_bytes(engine)
-        digest, expected = engine.update_weights(sent, NEW), tokens(engine.generate(WANTED))
-        engine.submit(WANTED[:1])
+        awake_bytes = num_bytes(engine)
+        digest, expected_tokens = engine.update_weights(new_weights, NEW), tokens(engine.generate(REQUESTS))
+
+        engine.submit(REQUESTS[:1])
         with pytest.raises(EngineError, match="in flight"):
             engine.sleep()
+
         engine.collect(1)
         engine.sleep()
         engine.sleep()
-        assert num_bytes(engine) < 0.05 * held  # what is left are frequencies of positions
-        for ask in (lambda: engine.submit(WANTED), lambda: engine.score([], 1.0)):
+
+        assert num_bytes(engine) < 0.05 * awake_bytes  # what is left are frequencies of positions
+        for call in (lambda: engine.submit(REQUESTS), lambda: engine.score([], 1.0)):
             with pytest.raises(EngineError, match="the engine sleeps and has no weights"):
-                ask()
+                call()
+
         with pytest.raises(EngineError, match="missing"):
-            engine.update_weights(sent[1:], NEW)
-        assert num_bytes(engine) < 0.05 * held
-        assert engine.update_weights(sent, NEW) == digest and num_bytes(engine) == held
-        assert tokens(engine.generate(WANTED)) == expected
+            engine.update_weights(new_weights[1:], NEW)
+        assert num_bytes(engine) < 0.05 * awake_bytes
+
+        assert engine.update_weights(new_weights, NEW) == digest
+        assert num_bytes(engine) == awake_bytes
+        assert tokens(engine.generate(REQUESTS)) == expected_tokens
 
 
 @pytest.fixture
 def links(new_folder: Path) -> dict[str, ProcessLink]:
-    return {f"fork {one}": ProcessLink(forking(make_sleepers), str(new_folder), 20.0) for one in range(2)}
+    return {f"fork {index}": ProcessLink(forking(make_sleepers), str(new_folder), 20.0) for index in range(2)}
 
 
 @pytest.fixture
@@ -83,28 +92,38 @@ def pool(links: dict[str, ProcessLink], folder: Path) -> Iterator[EnginePool]:
 
 def test_an_engine_that_died_asleep_is_started_at_the_waking(pool, links) -> None:
     engine = pool.engines["engine"]
+
     assert engine.capabilities.sleeps
-    expected, path = tokens(engine.generate(WANTED)), pool.pool.newest["engine"].memory.path
+
+    expected_tokens, path = tokens(engine.generate(REQUESTS)), pool.pool.newest["engine"].memory.path
     engine.sleep()
+
     assert not path.exists()
     assert all(peer._weight_names["engine"].startswith("engine asleep") for peer in pool.pool.peers)
     with pytest.raises(EngineError, match="the engine sleeps"):
-        engine.submit(WANTED)
+        engine.submit(REQUESTS)
     with pytest.raises(EngineError, match="the engine sleeps"):
         engine.score([], 1.0)
+
     kill(links["fork 1"])
     engine._is_asleep = False
     engine.sleep()  # asks all processes: one is found to be gone
+
     deadline = time.monotonic() + 20.0
     while links["fork 1"].child is not None and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)  # a fork would have been started in its place by then
-    assert links["fork 1"].child is None and links["fork 0"].child is not None
+
+    assert links["fork 1"].child is None
+    assert links["fork 0"].child is not None
+
     assert engine.update_weights(tiny_model(seed=0).named_parameters(), OLD) == weights_digest(
         tiny_model(seed=0).named_parameters(), torch.float32
     )
+
     wait_until_all_hold(pool)
-    assert links["fork 1"].child is not None and tokens(engine.generate(WANTED)) == expected
+    assert links["fork 1"].child is not None
+    assert tokens(engine.generate(REQUESTS)) == expected_tokens
 
 
 @pytest.mark.slow
@@ -115,14 +134,18 @@ def test_to_sleep_waits_for_a_process_that_is_being_started(folder: Path, new_fo
         time.sleep(1.0)
         return make_sleepers(setup)
 
-    links = {f"fork {one}": ProcessLink(forking(make_slowly), str(new_folder), 20.0) for one in range(2)}
+    links = {f"fork {index}": ProcessLink(forking(make_slowly), str(new_folder), 20.0) for index in range(2)}
     pool = pool_of(links, folder, OLD)
     peer = pool.pool.peers[1]
     with closing(pool.engines["engine"]) as engine:
         kill(links["fork 1"])
-        engine.generate(WANTED)
+        engine.generate(REQUESTS)
+
         deadline = time.monotonic() + 20.0
         while not peer._is_starting and time.monotonic() < deadline:
             time.sleep(0.01)
+
         engine.sleep()
-        assert peer._weight_names["engine"].startswith("engine asleep") and links["fork 1"].child is not None
+
+        assert peer._weight_names["engine"].startswith("engine asleep")
+        assert links["fork 1"].child is not None

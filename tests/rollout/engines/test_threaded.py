@@ -30,7 +30,9 @@ def test_generate_raises_a_failure_though_some_had_finished(folder: Path) -> Non
 
     engine = TestThreadedEngine.make_engine(folder, OLD)
     engine._before_step = break_down
+
     with pytest.raises(EngineError, match="the engine's thread cannot go on: RuntimeError: out of memory"):
         engine.generate([tiny_request(f"{length}", max_new_tokens=length) for length in (1, 20)])
     assert engine.finished == 1
+
     engine.close()

@@ -22,6 +22,7 @@ pytestmark = [
 
 
 def make(server: SGLangServer, path: Path, weights_folder: Path | None, version: Version = OLD) -> SGLangServerEngine:
+    """Make an engine of the server; without a folder of its own it leaves the weights in shared memory."""
     folder = None if weights_folder is None else str(weights_folder)
     config = SGLangServerEngineConfig(urls=[server.url], weights_folder=folder, timeout=60.0, connect_timeout=60.0)
     return make_engine(config, str(path), torch.device("cpu"), version)
@@ -52,20 +53,24 @@ class TestSGLangServer(EngineConformance):
 
 
 def test_no_cached_state_of_old_weights_is_used(server, folder, new_folder, tmp_path):
-    engine, new = make(server, folder, tmp_path), Reference(new_folder, torch.float32)
+    engine, new_reference = make(server, folder, tmp_path), Reference(new_folder, torch.float32)
     requests = [tiny_request(f"{i}", prompt=tiny_prompt(50), seed=i, max_new_tokens=8) for i in range(8)]
     engine.generate(requests)
-    engine.update_weights(new.model.named_parameters(), NEW)
-    TestSGLangServer().check_log_probs(engine.generate(requests), new, requests[0].sampling)
+
+    engine.update_weights(new_reference.model.named_parameters(), NEW)
+
+    TestSGLangServer().check_log_probs(engine.generate(requests), new_reference, requests[0].sampling)
     engine.close()
 
 
-def test_weights_are_read_from_shared_memory_by_one_run(server, folder, tmp_path):
-    first, second = make(server, folder, tmp_path), make(server, folder, None)
+def test_weights_in_shared_memory_are_one_runs_alone(server, folder, tmp_path):
+    earlier_engine, later_engine = make(server, folder, tmp_path), make(server, folder, weights_folder=None)
     requests = [tiny_request(f"{i}", seed=i) for i in range(4)]
     reference = Reference(folder, torch.float32)
-    TestSGLangServer().check_log_probs(second.generate(requests), reference, requests[0].sampling)
+    TestSGLangServer().check_log_probs(later_engine.generate(requests), reference, requests[0].sampling)
+
     with pytest.raises(EngineError, match="another run updates the weights"):
-        first.generate(requests)
-    first.close()
-    second.close()
+        earlier_engine.generate(requests)
+
+    earlier_engine.close()
+    later_engine.close()

@@ -1,4 +1,7 @@
-"""`SGLangServerEngine` with a stand-in that speaks SGLang's protocol and has a tiny model; test_server.py runs it."""
+"""`SGLangServerEngine` with a stand-in that speaks SGLang's protocol and has a tiny model.
+
+test_server.py runs the engine with the real server.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,13 +29,13 @@ from jackpot.rollout.engines.sglang.server_engine import SGLangServerEngine
 Make = Callable[..., SGLangServerEngine]
 
 
-def answer(change: Callable[[dict], Any]):
+def script_changing_the_first_answer(change: Callable[[dict], Any]):
     """Return a script that changes the first answer."""
-    left = [1]
+    remaining_changes = [1]
 
-    async def script(body: dict, usual: dict) -> Any:
-        left[0] -= 1
-        return usual if left[0] < 0 else (change(usual) or usual)
+    async def script(body: dict, usual_answer: dict) -> Any:
+        remaining_changes[0] -= 1
+        return usual_answer if remaining_changes[0] < 0 else (change(usual_answer) or usual_answer)
 
     return script
 
@@ -67,18 +70,21 @@ class Checks(EngineConformance):
 
 
 def check_log_probs(rollouts: list, path: Path, **sampling: Any) -> None:
+    """Check the log-probs against the model in this folder."""
     settings = tiny_request("", **sampling).sampling
     Checks().check_log_probs(rollouts, Reference(path, torch.float32), settings)
 
 
 def requests(count: int, **sampling: Any) -> list:
+    """Return requests of 5 tokens each, for 6 new ones with 3 top log-probs unless changed."""
     return [
         tiny_request(f"{i}", seed=i, **{"max_new_tokens": 6, "num_top_log_probs": 3} | sampling) for i in range(count)
     ]
 
 
-def bodies(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
-    return [body for asked, body in server.asked if asked == path]
+def bodies_sent_to(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
+    """Return what was sent to this path."""
+    return [body for request_path, body in server.asked if request_path == path]
 
 
 # What is generated and scored
@@ -86,25 +92,34 @@ def bodies(server: SGLangStandIn, path: str) -> list[dict[str, Any]]:
 
 def test_responses_have_exact_log_probs_and_their_ends(make, server, folder):
     engine = make(server)
+
     for sampling in ({"num_top_log_probs": 0}, {"temperature": 0.7, "stop_token_ids": (5, 6)}):
-        rollouts = engine.generate(asked := requests(8, **sampling))
+        sent_requests = requests(8, **sampling)
+
+        rollouts = engine.generate(sent_requests)
+
         check_log_probs(rollouts, folder, **{"num_top_log_probs": 3} | sampling)
-        ending = {EOS, *sampling.get("stop_token_ids", ())}
+        end_ids = {EOS, *sampling.get("stop_token_ids", ())}
         for rollout in rollouts:
             tokens = rollout.token_ids.tolist()
-            assert rollout.finish == ("stop" if tokens[-1] in ending else "length") and not ending & set(tokens[:-1])
+            assert rollout.finish == ("stop" if tokens[-1] in end_ids else "length")
+            assert not end_ids & set(tokens[:-1])
             assert len(tokens) == 6 or rollout.finish == "stop"
             assert rollout.versions.tolist() == [list(OLD)] * len(tokens)
         assert {rollout.finish for rollout in rollouts} == {"stop", "length"}
-        again = engine.generate(asked[::-1])[::-1]
-        assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(rollouts, again, strict=True))
+
+        later_rollouts = engine.generate(sent_requests[::-1])[::-1]
+        assert all(
+            torch.equal(rollout.token_ids, later_rollout.token_ids)
+            for rollout, later_rollout in zip(rollouts, later_rollouts, strict=True)
+        )
 
 
 def test_a_response_ends_where_the_server_ends_it(make, server):
     engine = make(server)
-    assert engine.capabilities.max_model_len == CONTEXT - 6
+    assert engine.capabilities.max_model_len == CONTEXT - 6  # SGLang reserves six
     rollouts = engine.generate([tiny_request(f"{i}", CONTEXT - 8, seed=i, max_new_tokens=50) for i in range(4)])
-    assert max(len(rollout.token_ids) for rollout in rollouts) == 2
+    assert max(len(rollout.token_ids) for rollout in rollouts) == 2  # what is left after a prompt of CONTEXT - 8
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -112,11 +127,13 @@ def test_scores_equal_a_full_forward(make, server, folder, temperature):
     """The last token of the vocabulary is among them, whose id SGLang reports as 0."""
     replies = [(4,), (2, VOCAB_SIZE - 1, 7), tiny_prompt(9, seed=2).token_ids]
     rollouts = [rollout_of(tiny_prompt(3 + i), reply) for i, reply in enumerate(replies)]
+
     scores = make(server).score(rollouts, temperature)
+
     for rollout, score in zip(rollouts, scores, strict=True):
         tokens, sampling = rollout.token_ids.tolist(), Sampling(temperature=temperature)
-        exact = Reference(folder, torch.float32).log_probs(rollout.prompt, tokens, sampling)
-        assert score.numpy() == pytest.approx(exact[np.arange(len(tokens)), tokens], abs=2e-5)
+        exact_log_probs = Reference(folder, torch.float32).log_probs(rollout.prompt, tokens, sampling)
+        assert score.numpy() == pytest.approx(exact_log_probs[np.arange(len(tokens)), tokens], abs=2e-5)
 
 
 def test_the_bodies_of_all_calls_are_those_that_sglang_declares(make, server):
@@ -124,7 +141,9 @@ def test_the_bodies_of_all_calls_are_those_that_sglang_declares(make, server):
     engine = make(server)
     engine.generate([tiny_request("one", 3, seed=7, temperature=0.5, stop_token_ids=(5,), max_new_tokens=4)])
     engine.score([rollout_of(tiny_prompt(3), [2, 3, 4])], 1.0)
-    generate, score = bodies(server, "/generate")
+
+    generate, score = bodies_sent_to(server, "/generate")
+
     prompt = list(tiny_prompt(3).token_ids)
     sampling = {
         **{"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
@@ -132,6 +151,7 @@ def test_the_bodies_of_all_calls_are_those_that_sglang_declares(make, server):
         **{"max_new_tokens": 4, "min_new_tokens": 0, "n": 1, "ignore_eos": False, "no_stop_trim": True},
         **{"stop_token_ids": [EOS, 5], "sampling_seed": fold_in("sglang", 7) >> 1},
     }
+
     assert generate == {
         "input_ids": prompt,
         "sampling_params": sampling,
@@ -142,21 +162,25 @@ def test_the_bodies_of_all_calls_are_those_that_sglang_declares(make, server):
         "return_prompt_token_ids": True,
         "stream": False,
     }
-    of_score = {"temperature": 1.0, "max_new_tokens": 1, "stop_token_ids": [], "sampling_seed": 0}
+
+    score_sampling = {"temperature": 1.0, "max_new_tokens": 1, "stop_token_ids": [], "sampling_seed": 0}
     assert score == generate | {
         "input_ids": [*prompt, 2, 3],
-        "sampling_params": sampling | of_score,
+        "sampling_params": sampling | score_sampling,
         "logprob_start_len": 2,
         "top_logprobs_num": 0,
         "token_ids_logprob": [4],
     }
-    assert bodies(server, "/weights_checker")[0] == {"action": "checksum"}
-    [update] = bodies(server, "/update_weights_from_disk")
+
+    assert bodies_sent_to(server, "/weights_checker")[0] == {"action": "checksum"}
+
+    [update] = bodies_sent_to(server, "/update_weights_from_disk")
     assert update.pop("model_path").endswith(update["weight_version"])
     assert update.pop("weight_version") == server.tag
     assert update == {"load_format": "auto", "flush_cache": True}
-    for path, declared in DECLARED.items():
-        assert all(body.keys() <= declared for body in bodies(server, path))
+
+    for path, declared_keys in DECLARED.items():
+        assert all(body.keys() <= declared_keys for body in bodies_sent_to(server, path))
     assert sampling.keys() <= SAMPLING
 
 
@@ -173,30 +197,35 @@ def test_a_joint_training_run_goes_through_the_engine(make, server, folder, new_
 
 def test_new_weights_generate_what_comes_next(make, server, folder, new_folder):
     engine = make(server)
-    new = Reference(new_folder, torch.float32).model
-    assert engine.update_weights(new.named_parameters(), NEW) == weights_digest(new.named_parameters(), torch.float32)
+    new_model = Reference(new_folder, torch.float32).model
+
+    assert engine.update_weights(new_model.named_parameters(), NEW) == weights_digest(
+        new_model.named_parameters(), torch.float32
+    )
+
     rollouts = engine.generate(requests(4))
     check_log_probs(rollouts, new_folder, num_top_log_probs=3)
     assert rollouts[0].versions[0].tolist() == list(NEW)
 
 
-def stale(server: SGLangStandIn) -> None:
+def load_nothing(server: SGLangStandIn) -> None:
+    """From now on no weights are loaded."""
     server.load = lambda folder: None
 
 
-def half_stale(server: SGLangStandIn) -> None:
+def keep_one_tensor(server: SGLangStandIn) -> None:
     """Keep one tensor under a name that the model has too."""
-    kept, load = dict(server.model.named_parameters())["model.norm.weight"], server.load
+    norm_weight, load = dict(server.model.named_parameters())["model.norm.weight"], server.load
 
     def load_others(folder: str) -> None:
-        before = kept.detach().clone()
+        old_values = norm_weight.detach().clone()
         load(folder)
-        kept.data.copy_(before)
+        norm_weight.data.copy_(old_values)
 
     server.load = load_others
 
 
-@pytest.mark.parametrize("damage", [stale, half_stale])
+@pytest.mark.parametrize("damage", [load_nothing, keep_one_tensor])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_weights_that_a_server_did_not_take_are_an_error(make, server, damage, device):
     """On a GPU the checksums are numbers of another function, whose change is all that is seen."""
@@ -205,16 +234,18 @@ def test_weights_that_a_server_did_not_take_are_an_error(make, server, damage, d
     engine = make(server)
     damage(server)
     weights = [(name, tensor + 1.0) for name, tensor in server.model.named_parameters()]
+
     with pytest.raises(EngineError, match="holds stale ones"):
         engine.update_weights(weights, NEW)
     assert engine.version == OLD
 
 
 def test_a_server_that_cannot_load_weights_is_an_error(make, server):
-    async def refuse(body: dict, usual: dict) -> Any:
+    async def refuse(body: dict, usual_answer: dict) -> Any:
         return web.json_response({"success": False, "message": "Failed to update weights: no file"}, status=400)
 
     server.script["/update_weights_from_disk"] = refuse
+
     with pytest.raises(EngineError, match=r"HTTP 400 .*Failed to update weights: no file.*engine.weights_folder"):
         make(server)
 
@@ -227,7 +258,7 @@ def test_after_an_unseen_restart_the_weights_are_sent_again(make, server, folder
 
 
 def test_after_a_restart_within_an_update_weights_are_sent_again(make, server, folder):
-    server.script["/update_weights_from_disk"] = answer(lambda usual: server.restart())
+    server.script["/update_weights_from_disk"] = script_changing_the_first_answer(lambda usual_answer: server.restart())
     check_log_probs(make(server).generate(requests(8)), folder, num_top_log_probs=3)
     assert server.count("/update_weights_from_disk") == 2
 
@@ -236,55 +267,61 @@ def test_after_a_restart_within_an_update_weights_are_sent_again(make, server, f
 
 
 def set_meta(**changes: Any):
-    return answer(lambda usual: usual["meta_info"].update(changes))
+    """Return a script that changes entries of the first answer's `meta_info`."""
+    return script_changing_the_first_answer(lambda usual_answer: usual_answer["meta_info"].update(changes))
 
 
-def set_first(row: int, entry: int, value: Any):
+def set_first_token(row: int, entry: int, value: Any):
     """Change an entry of the first token: of the sampled one (row -1) or of a top one."""
 
-    def change(usual: dict) -> None:
-        meta = usual["meta_info"]
+    def change(usual_answer: dict) -> None:
+        meta = usual_answer["meta_info"]
         target = meta["output_token_logprobs"][0] if row < 0 else meta["output_top_logprobs"][0][row]
         target[entry] = value
 
-    return answer(change)
+    return script_changing_the_first_answer(change)
 
 
 @pytest.mark.parametrize(
     "script",
     [
-        answer(lambda usual: web.Response(status=503)),
-        answer(lambda usual: web.Response(text='{"meta_info": {')),
+        script_changing_the_first_answer(lambda usual_answer: web.Response(status=503)),
+        script_changing_the_first_answer(lambda usual_answer: web.Response(text='{"meta_info": {')),
         set_meta(finish_reason={"type": "abort", "message": "Aborted"}),
         set_meta(output_top_logprobs=[]),
-        set_first(-1, 0, None),  # SGLang's JSON of NaN
-        set_first(0, 1, "7"),
+        set_first_token(row=-1, entry=0, value=None),  # SGLang's JSON of NaN
+        set_first_token(row=0, entry=1, value="7"),
     ],
     ids=["503", "garbage", "abort", "no top log-probs", "NaN", "text for an id"],
 )
 def test_a_failed_request_is_sent_again_and_answered_once(make, server, script):
     engine = make(server)
     server.script["/generate"] = script
-    assert len(engine.generate(requests(3))) == 3 and engine.collect(1) == []
+
+    assert len(engine.generate(requests(3))) == 3
+    assert engine.collect(1) == []
     assert server.count("/generate") >= 4
     assert [event["event"] for event in engine.take_events()] == ["server_lost", "server_back"]
 
 
-def drop_one(usual: dict) -> None:
+def drop_one(usual_answer: dict) -> None:
     """Leave out the least probable of the top tokens."""
-    for top in usual["meta_info"]["output_top_logprobs"]:
+    for top in usual_answer["meta_info"]["output_top_logprobs"]:
         top.pop()
 
 
 @pytest.mark.parametrize(
     ("script", "advice"),
     [
-        (answer(lambda usual: usual.update(prompt_token_ids=[2])), "another prompt"),
-        (set_first(-1, 1, VOCAB_SIZE), "another vocabulary"),
-        (set_first(-1, 0, 0.5), "not log-probs"),
-        (set_first(1, 0, -1e-6), "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        (
+            script_changing_the_first_answer(lambda usual_answer: usual_answer.update(prompt_token_ids=[2])),
+            "another prompt",
+        ),
+        (set_first_token(row=-1, entry=1, value=VOCAB_SIZE), "another vocabulary"),
+        (set_first_token(row=-1, entry=0, value=0.5), "not log-probs"),
+        (set_first_token(row=1, entry=0, value=-1e-6), "without SGLANG_RETURN_ORIGINAL_LOGPROB"),
         (set_meta(finish_reason={"type": "stop", "matched": 9}), "not a stop token.*--preferred-sampling-params"),
-        (answer(drop_one), "2 top log-probs of a token in place of 3"),
+        (script_changing_the_first_answer(drop_one), "2 top log-probs of a token in place of 3"),
     ],
     ids=["prompt", "vocabulary", "above 0", "mass above 1", "stop", "too few"],
 )
@@ -338,10 +375,10 @@ def test_filters_are_refused(make, server):
             make(server).submit(requests(1, **filters))
 
 
-def test_fewer_bits_are_refused():
-    for bits in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
+def test_quantization_and_an_fp8_cache_are_refused():
+    for settings in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(pydantic.ValidationError, match="not for sglang_server"):
-            SGLangServerEngineConfig(urls="http://127.0.0.1:1", **bits)
+            SGLangServerEngineConfig(urls="http://127.0.0.1:1", **settings)
 
 
 def test_the_api_key_comes_from_the_environment(make, server, monkeypatch):

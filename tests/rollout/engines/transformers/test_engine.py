@@ -31,6 +31,7 @@ from jackpot.rollout.engines.transformers.engine import TransformersEngine
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, version: Version = Version(0, 0), **settings):  # noqa: B008
+    """Make an engine of the model in this folder."""
     model = load_model(folder, dtype)
     config = TransformersEngineConfig(**settings)
     return TransformersEngine(model, config, eos_token_ids=eos_token_ids(model), version=version)
@@ -77,25 +78,28 @@ def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_rows_that_finish_leave_the_batch(folder, rows_read):
     engine = make(folder)
     rows_read.clear()
+
     rollouts = engine.generate([tiny_request(f"{i}", 3 + i % 5, seed=i, max_new_tokens=4 + i) for i in range(24)])
+
     lengths = [len(rollout.token_ids) for rollout in rollouts]
-    unfinished = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
-    assert rows_read[1:] == [(rows, 1) for rows in unfinished]
-    assert len(set(unfinished)) > 5
+    unfinished_counts = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+
+    assert rows_read[1:] == [(rows, 1) for rows in unfinished_counts]
+    assert len(set(unfinished_counts)) > 5
 
 
 def test_a_prompt_that_rows_share_is_read_once(folder, rows_read):
     engine = make(folder)
     rows_read.clear()
     engine.generate([tiny_request(f"{i}", 3 + i // 8, seed=i, max_new_tokens=2) for i in range(24)])
-    assert rows_read[0] == (3, 5)
+    assert rows_read[0] == (3, 5)  # three prompts, the longest of 5 tokens
 
 
 def test_batches_are_no_larger_than_asked(folder, rows_read):
     engine = make(folder, max_num_seqs=5)
     rows_read.clear()
     engine.generate([tiny_request(f"{i}", 1 + i, seed=i, max_new_tokens=1) for i in range(12)])
-    assert [rows for rows, _ in rows_read] == [5, 5, 2]
+    assert [rows for rows, _ in rows_read] == [5, 5, 2]  # of 12 requests
 
 
 class LiveDistributions(TorchDispatchMode):
@@ -116,40 +120,53 @@ class LiveDistributions(TorchDispatchMode):
 
 def test_the_distributions_of_a_response_are_not_kept(tmp_path):
     engine, tokens = make(save_tiny_model(tmp_path, seed=0, vocab_size=200)), 20
-    with LiveDistributions(vocab_size=200, hidden_size=64) as live:
+    with LiveDistributions(vocab_size=200, hidden_size=64) as distributions:
         rollout = engine.generate([tiny_request("one", seed=3, max_new_tokens=tokens, num_top_log_probs=1)])[0]
     assert len(rollout.token_ids) == tokens
-    assert 200 < live.elements <= 10 * 200
+    assert 200 < distributions.elements <= 10 * 200  # those of one step; a response has 20
 
 
 def test_scores_need_the_logits_of_a_few_positions_at_once(folder, monkeypatch):
     engine = make(folder)
-    seen: list[int] = []
+    row_counts: list[int] = []
     head_logits = scoring.head_logits
     monkeypatch.setattr(scoring, "MAX_LOGITS", 5 * VOCAB_SIZE)
     monkeypatch.setattr(
-        scoring, "head_logits", lambda model, hidden: seen.append(len(hidden)) or head_logits(model, hidden)
+        scoring, "head_logits", lambda model, hidden: row_counts.append(len(hidden)) or head_logits(model, hidden)
     )
+
     rollouts = [rollout_of(tiny_prompt(4), tiny_prompt(length).token_ids) for length in (7, 12, 3)]
-    chunked = engine.score(rollouts, 1.0)
-    assert seen == [5, 5, 5, 5, 2]
+    all_chunked_scores = engine.score(rollouts, 1.0)
+
+    assert row_counts == [5, 5, 5, 5, 2]  # 7 + 12 + 3 positions, five at a time
+
     monkeypatch.undo()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(chunked, engine.score(rollouts, 1.0), strict=True))
+    assert all(
+        torch.allclose(chunked_scores, whole_scores, atol=1e-6)
+        for chunked_scores, whole_scores in zip(all_chunked_scores, engine.score(rollouts, 1.0), strict=True)
+    )
 
 
 def test_scores_of_bounded_batches_come_in_order(folder, rows_read, monkeypatch):
     engine = make(folder)
     monkeypatch.setattr(engine_module, "_SCORE_TOKENS", 60)
     rollouts = [rollout_of(tiny_prompt(1 + i % 4), tiny_prompt(1 + (7 * i) % 40).token_ids) for i in range(20)]
-    alone = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
+    single_scores = [engine.score([rollout], 1.0)[0] for rollout in rollouts]
+
     rows_read.clear()
-    together = engine.score(rollouts, 1.0)
-    assert all(rows * width <= 60 for rows, width in rows_read) and len(rows_read) < 16
-    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(alone, together, strict=True))
+    batch_scores = engine.score(rollouts, 1.0)
+
+    assert all(rows * width <= 60 for rows, width in rows_read)
+    assert len(rows_read) < 16  # of 20 rollouts
+    assert all(
+        torch.allclose(single_score, batch_score, atol=2e-5)
+        for single_score, batch_score in zip(single_scores, batch_scores, strict=True)
+    )
 
 
 def test_too_long_a_rollout_or_temperature_zero_is_not_scored(folder):
     engine = make(folder)
+
     with pytest.raises(EngineError, match="65 tokens"):
         engine.score([rollout_of(tiny_prompt(60), tiny_prompt(5).token_ids)], 1.0)
     with pytest.raises(EngineError, match="temperature"):
@@ -160,14 +177,17 @@ def test_too_long_a_rollout_or_temperature_zero_is_not_scored(folder):
 def test_collect_leaves_rows_in_the_middle_and_goes_on_with_them(folder, rows_read):
     engine = make(folder)
     requests = [tiny_request("short", max_new_tokens=1), tiny_request("long", seed=2)]
-    alone = engine.generate(requests[1:])[0]
+    single_rollout = engine.generate(requests[1:])[0]
+
     rows_read.clear()
     engine.submit(requests)
+
     assert [rollout.uid for rollout in engine.collect(1)] == ["short"]
-    assert rows_read == [(1, 5)]
-    rest = engine.collect(1)[0]
-    assert torch.equal(rest.token_ids, alone.token_ids)
-    assert rows_read[1:] == [(1, 1)] * (len(rest.token_ids) - 1)
+    assert rows_read == [(1, 5)]  # the prompt of both
+
+    later_rollout = engine.collect(1)[0]
+    assert torch.equal(later_rollout.token_ids, single_rollout.token_ids)
+    assert rows_read[1:] == [(1, 1)] * (len(later_rollout.token_ids) - 1)
 
 
 def test_lengths_and_stops_share_a_batch_temperatures_do_not(folder, rows_read):
@@ -175,6 +195,8 @@ def test_lengths_and_stops_share_a_batch_temperatures_do_not(folder, rows_read):
     settings = [{"max_new_tokens": 2}, {"max_new_tokens": 3, "stop_token_ids": (4,)}, {"temperature": 0.9}]
     rows_read.clear()
     engine.generate([tiny_request(f"{i}", 3 + i, **sampling) for i, sampling in enumerate(settings)])
+
+    # prompts of 3 and 4 tokens at one temperature, that of 5 at another
     assert [shape for shape in rows_read if shape[1] > 1] == [(2, 4), (1, 5)]
 
 
@@ -182,7 +204,7 @@ def test_lengths_and_stops_share_a_batch_temperatures_do_not(folder, rows_read):
 def test_a_step_that_fails_loses_no_request(folder, monkeypatch, failing_pass):
     engine = make(folder)
     requests = [tiny_request(f"{i}", seed=i, max_new_tokens=3 + i) for i in range(8)]
-    undisturbed = engine.generate(requests)
+    undisturbed_rollouts = engine.generate(requests)
     forward, passes = torch.nn.Embedding.forward, Counter()
 
     def fail_once(layer: torch.nn.Embedding, ids: Tensor) -> Tensor:
@@ -192,12 +214,18 @@ def test_a_step_that_fails_loses_no_request(folder, monkeypatch, failing_pass):
         return forward(layer, ids)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", fail_once)
+
     engine.submit(requests)
+
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.collect(8)
-    again = sorted(engine.collect(20), key=lambda rollout: int(rollout.uid))
-    assert [rollout.uid for rollout in again] == [request.uid for request in requests]
-    assert all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(again, undisturbed, strict=True))
+
+    later_rollouts = sorted(engine.collect(20), key=lambda rollout: int(rollout.uid))
+    assert [rollout.uid for rollout in later_rollouts] == [request.uid for request in requests]
+    assert all(
+        torch.equal(later_rollout.token_ids, undisturbed_rollout.token_ids)
+        for later_rollout, undisturbed_rollout in zip(later_rollouts, undisturbed_rollouts, strict=True)
+    )
 
 
 def test_an_error_while_rows_leave_the_cache_loses_no_response(folder, monkeypatch):
@@ -212,18 +240,22 @@ def test_an_error_while_rows_leave_the_cache_loses_no_response(folder, monkeypat
         reorder(runner, order)
 
     monkeypatch.setattr(ModelRunner, "reorder", fail_once)
+
     engine.submit(requests)
+
     with pytest.raises(RuntimeError, match="out of memory"):
         engine.collect(8)
-    again = engine.collect(20)
-    assert sorted(rollout.uid for rollout in again) == sorted(request.uid for request in requests)
+
+    later_rollouts = engine.collect(20)
+    assert sorted(rollout.uid for rollout in later_rollouts) == sorted(request.uid for request in requests)
 
 
 def test_weights_that_give_nan_are_an_error_with_the_version(folder):
     engine = make(folder)
     weights = {name: tensor.detach().clone() for name, tensor in engine._weights.model.named_parameters()}
-    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
-    engine.update_weights(broken.items(), Version(1, 2))
+    nan_weights = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}
+    engine.update_weights(nan_weights.items(), Version(1, 2))
+
     with pytest.raises(EngineError, match=r"token 0 of victim at Version\(policy=1, rollout_model=2\)"):
         engine.generate([tiny_request("victim")])
 
@@ -238,9 +270,9 @@ def test_a_tensor_sent_twice_is_refused(folder):
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
 def test_a_token_that_the_model_does_not_know_is_refused(folder, token):
     prompt = tiny_prompt(3)
-    odd = prompt.__class__(uid="odd", text="", answer="", token_ids=(*prompt.token_ids, token))
+    odd_prompt = prompt.__class__(uid="odd", text="", answer="", token_ids=(*prompt.token_ids, token))
     with pytest.raises(EngineError, match="odd"):
-        make(folder).submit([tiny_request("odd", prompt=odd)])
+        make(folder).submit([tiny_request("odd", prompt=odd_prompt)])
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
@@ -254,40 +286,48 @@ def test_the_cache_and_the_model_go_when_the_engine_closes(folder):
     engine.submit([tiny_request("left", max_new_tokens=30)])
     engine.collect(1, timeout=0.0)
     engine.close()
-    assert not hasattr(engine, "_weights") and engine._batch is None
+
+    assert not hasattr(engine, "_weights")
+    assert engine._batch is None
 
 
 def test_settings_that_cannot_work_are_refused(folder):
     with pytest.raises(pydantic.ValidationError, match="max_num_seqs"):
         make(folder, max_num_seqs=0)
-    mixed = load_model(folder, torch.float32)
-    mixed.lm_head.bfloat16()
-    mixed.model.norm.bfloat16()
+
+    mixed_model = load_model(folder, torch.float32)
+    mixed_model.lm_head.bfloat16()
+    mixed_model.model.norm.bfloat16()
+
     with pytest.raises(EngineError, match="one dtype"):
-        TransformersEngine(mixed, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
-    boundless = load_model(folder, torch.float32)
-    boundless.config.max_position_embeddings = 0
+        TransformersEngine(mixed_model, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
+
+    boundless_model = load_model(folder, torch.float32)
+    boundless_model.config.max_position_embeddings = 0
     with pytest.raises(EngineError, match="max_position_embeddings"):
-        TransformersEngine(boundless, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
+        TransformersEngine(boundless_model, TransformersEngineConfig(), eos_token_ids=[], version=Version(0, 0))
 
 
 @pytest.mark.parametrize(("limit", "threads"), [(decoding.ONE_THREAD_BELOW, 1), (0, 2)])
 def test_a_small_step_takes_one_thread_and_the_others_all(folder, monkeypatch, limit, threads):
     monkeypatch.setattr(decoding, "ONE_THREAD_BELOW", limit)
-    engine, forward, seen = make(folder), torch.nn.Embedding.forward, []
+    engine, forward = make(folder), torch.nn.Embedding.forward
+    thread_counts = []
 
     def spy(layer: torch.nn.Embedding, ids: Tensor) -> Tensor:
-        seen.append(torch.get_num_threads())
-        if len(seen) == 3:
+        thread_counts.append(torch.get_num_threads())
+        if len(thread_counts) == 3:
             raise InterruptedError
         return forward(layer, ids)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", spy)
-    before = torch.get_num_threads()
+
+    old_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         with pytest.raises(InterruptedError):  # at the third pass, after which the threads are all there again too
             engine.generate([tiny_request("a", max_new_tokens=8, stop_token_ids=())])
-        assert seen == [threads] * 3 and torch.get_num_threads() == 2
+        assert thread_counts == [threads] * 3
+        assert torch.get_num_threads() == 2
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(old_threads)

@@ -18,40 +18,50 @@ pytestmark = pytest.mark.vllm
 VLLM = {"name": "vllm", "kv_cache_memory_bytes": 2**28, "max_num_seqs": 32}
 
 
-def apart(
+def measured_pairs(
     samplers: list[dict[str, Any]], learners: list[dict[str, Any]], model: str = "starter:policy", **sampling: Any
 ) -> list[MismatchPair]:
+    """Measure every sampler against every learner on 32 responses."""
     changes = [{"responses": 32, "threads": 1, "sampling": {"max_new_tokens": 16} | sampling}]
-    config = mismatch_config(model, [[one] for one in samplers], [[one] for one in learners], changes)
+    config = mismatch_config(model, [[side] for side in samplers], [[side] for side in learners], changes)
     return list(measure_mismatch(config, lambda text: None).pairs)
 
 
 def test_only_float32_vllm_is_transformers_up_to_rounding():
-    found = apart([VLLM, VLLM | {"dtype": "bf16"}], [{"dtype": "fp32"}])
-    fp32, bf16 = (pair.numbers for pair in found)
-    assert [pair.name for pair in found] == ["vllm fp32", "vllm bf16"]
-    assert fp32.kl_is_exact and found[0].top_log_probs == 32
-    assert fp32.max_gap < 1e-4 and fp32.kl[0].value < 1e-9
-    assert 1e-4 < bf16.gap.value < 0.02 and bf16.kl[0].value > 1e-6
-    assert all(one.max_gap < 0.2 for one in bf16.each)
+    pairs = measured_pairs([VLLM, VLLM | {"dtype": "bf16"}], [{"dtype": "fp32"}])
+    fp32_numbers, bf16_numbers = (pair.numbers for pair in pairs)
+
+    assert [pair.name for pair in pairs] == ["vllm fp32", "vllm bf16"]
+    assert fp32_numbers.kl_is_exact
+    assert pairs[0].top_log_probs == 32
+    assert fp32_numbers.max_gap < 1e-4
+    assert fp32_numbers.kl[0].value < 1e-9
+    assert 1e-4 < bf16_numbers.gap.value < 0.02
+    assert bf16_numbers.kl[0].value > 1e-6
+    assert all(response_numbers.max_gap < 0.2 for response_numbers in bf16_numbers.each)
 
 
 def test_a_wide_head_of_vllm_is_that_of_transformers():
-    bf16, wide = {"dtype": "bf16"}, {"dtype": "bf16", "head_dtype": "fp32"}
-    found = apart([VLLM | bf16, VLLM | wide], [bf16, wide])
-    of = {pair.name.replace("transformers", "t"): pair.numbers.gap.value for pair in found}
-    assert of.pop("vllm bf16 head fp32 | t bf16 head fp32") < min(of.values()), of
+    bf16_side, wide_side = {"dtype": "bf16"}, {"dtype": "bf16", "head_dtype": "fp32"}
+    pairs = measured_pairs([VLLM | bf16_side, VLLM | wide_side], [bf16_side, wide_side])
+    gaps = {pair.name.replace("transformers", "t"): pair.numbers.gap.value for pair in pairs}
+    assert gaps.pop("vllm bf16 head fp32 | t bf16 head fp32") < min(gaps.values()), gaps
 
 
 def test_vllm_gives_single_tokens_and_no_distributions():
-    same, other = apart([VLLM], [VLLM, {"dtype": "bf16"}])
-    assert same.numbers.max_gap < 1e-5 and same.numbers.kl is None and same.numbers.bands["entropy"]
-    assert other.numbers.gap.value > 1e-4 and other.numbers.kl_is_exact
+    equal_pair, bf16_pair = measured_pairs([VLLM], [VLLM, {"dtype": "bf16"}])
+
+    assert equal_pair.numbers.max_gap < 1e-5
+    assert equal_pair.numbers.kl is None
+    assert equal_pair.numbers.bands["entropy"]
+    assert bf16_pair.numbers.gap.value > 1e-4
+    assert bf16_pair.numbers.kl_is_exact
 
 
 def test_a_truncated_vllm_is_compared_on_what_it_can_draw():
-    [pair] = apart([VLLM], [{"dtype": "fp32"}], top_p=0.8)
-    assert pair.numbers.max_gap < 1e-4 and pair.numbers.support.value < 0.999
+    [pair] = measured_pairs([VLLM], [{"dtype": "fp32"}], top_p=0.8)
+    assert pair.numbers.max_gap < 1e-4
+    assert pair.numbers.support.value < 0.999
 
 
 def test_a_server_of_two_ranks_is_transformers_up_to_rounding(tmp_path: Path):
@@ -59,5 +69,7 @@ def test_a_server_of_two_ranks_is_transformers_up_to_rounding(tmp_path: Path):
     folder = save_untied(starter_path("policy"), tmp_path / "untied")
     load_tokenizer("starter:policy").save_pretrained(folder)
     with started(VLLMServer(folder, tensor_parallel_size="2")) as [server]:
-        [pair] = apart([{"name": "vllm_server", "urls": (server.url,)}], [{"dtype": "fp32"}], str(folder))
-    assert 0.0 < pair.numbers.max_gap < 1e-4 and pair.numbers.kl_is_exact
+        [pair] = measured_pairs([{"name": "vllm_server", "urls": (server.url,)}], [{"dtype": "fp32"}], str(folder))
+
+    assert 0.0 < pair.numbers.max_gap < 1e-4
+    assert pair.numbers.kl_is_exact

@@ -22,15 +22,17 @@ from jackpot.rollout.engines.vllm.protocol import log_prob_params, to_sampling_p
 
 
 def sampling_params(**sampling) -> dict:
+    """What vLLM is asked for a request of these settings, whose prompt has `length` tokens."""
     seed, length = sampling.pop("seed", 0), sampling.pop("length", 5)
     return to_sampling_params(tiny_request("one", length, seed=seed, **sampling), (EOS,), CONTEXT)
 
 
 def test_every_setting_that_shapes_the_distribution_is_named():
     """A server takes parameters that a request does not set from generation_config.json."""
-    asked = sampling_params(temperature=0.7, top_p=0.9, top_k=8, num_top_log_probs=3, stop_token_ids=(5, EOS))
-    assert asked.pop("seed") >= 0
-    assert asked == {
+    params = sampling_params(temperature=0.7, top_p=0.9, top_k=8, num_top_log_probs=3, stop_token_ids=(5, EOS))
+
+    assert params.pop("seed") >= 0
+    assert params == {
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 8,
@@ -61,7 +63,9 @@ def test_an_answer_becomes_a_rollout():
     request = tiny_request("one", num_top_log_probs=2)
     ids = np.array([[7, 4, 7], [5, 3, 2]])
     log_probs = np.array([[-1.5, -0.5, -1.5], [-4.0, -0.25, -np.inf]])
+
     rollout = make_rollout(request, [7, 5], ids, log_probs, "stop", Version(3, 4))
+
     assert (rollout.uid, rollout.prompt, rollout.finish) == ("one", request.prompt, "stop")
     assert rollout.token_ids.tolist() == [7, 5]
     assert rollout.rollout_log_probs.tolist() == [-1.5, -4.0]
@@ -75,22 +79,27 @@ def test_an_answer_becomes_a_rollout():
     ("word", "finish"), [("stop", "stop"), ("length", "length"), ("abort", "aborted"), ("error", "aborted")]
 )
 def test_only_stop_and_length_are_whole_responses(word, finish):
-    one = np.zeros((0, 1))
-    rollout = make_rollout(tiny_request("one", num_top_log_probs=0), [], one, one, word, Version(0, 0))
+    empty_lists = np.zeros((0, 1))
+    rollout = make_rollout(tiny_request("one", num_top_log_probs=0), [], empty_lists, empty_lists, word, Version(0, 0))
     assert rollout.finish == finish
-    assert rollout.versions.shape == (0, 2) and rollout.top_ids.shape == (0, 0)
+    assert rollout.versions.shape == (0, 2)
+    assert rollout.top_ids.shape == (0, 0)
 
 
 def test_a_score_at_temperature_one_is_one_request():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
     [request] = log_prob_requests(rollout, 1.0)
-    assert request.prompt == (*rollout.prompt.token_ids, 5, 6) and request.token == 7
-    assert log_prob_params(request)["prompt_logprobs"] == 0 and log_prob_params(request)["logprob_token_ids"] == [7]
+
+    assert request.prompt == (*rollout.prompt.token_ids, 5, 6)
+    assert request.token == 7
+    assert log_prob_params(request)["prompt_logprobs"] == 0
+    assert log_prob_params(request)["logprob_token_ids"] == [7]
 
 
 def test_a_score_at_another_temperature_asks_for_every_token():
     rollout = rollout_of(tiny_prompt(3), [5, 6, 7])
     requests = log_prob_requests(rollout, 0.7)
+
     assert [request.prompt[3:] for request in requests] == [(), (5,), (5, 6)]
     assert [request.token for request in requests] == [5, 6, 7]
     assert all(log_prob_params(request)["temperature"] == 0.7 for request in requests)
@@ -107,6 +116,7 @@ def test_scores_are_joined_from_the_answers_to_all_requests(temperature):
 
     rollouts = [rollout_of(tiny_prompt(3), [5, 6, 7]), rollout_of(tiny_prompt(2), [4])]
     scores = score_by_requests(rollouts, temperature, answers)
+
     assert [score.tolist() for score in scores] == [[-5.0, -6.0, -7.0], [-4.0]]
 
 
@@ -132,26 +142,33 @@ def test_without_vllm_the_error_says_how_to_install_it(folder):
     torch.__version__ < "2.12", reason="torch 2.11 has this setting once for all threads; vLLM 0.32 needs 2.13"
 )
 def test_torch_compile_is_disabled_on_the_thread_of_vllm_alone():
-    seen = []
+    disable_settings = []
 
     def run() -> None:
         with suppress(EngineError):  # vLLM may not be installed
             import_vllm(compiles=False)
-        seen.append(torch._dynamo.config.disable)
+        disable_settings.append(torch._dynamo.config.disable)
 
     thread = Thread(target=run)
     thread.start()
     thread.join()
-    assert seen == [True] and not torch._dynamo.config.disable
+
+    assert disable_settings == [True]
+    assert not torch._dynamo.config.disable
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda", ["wait", "load", "wait"]), ("cpu", ["load"])])
-def test_new_weights_wait_for_the_streams_of_both_threads(device, expected, monkeypatch):
-    engine, order = VLLMEngine.__new__(VLLMEngine), []
+@pytest.mark.parametrize(("device", "expected_calls"), [("cuda", ["wait", "load", "wait"]), ("cpu", ["load"])])
+def test_new_weights_wait_for_the_streams_of_both_threads(device, expected_calls, monkeypatch):
+    calls = []
+    engine = VLLMEngine.__new__(VLLMEngine)
     BackgroundEngine.__init__(engine, Version(0, 0))
-    engine._device, engine._followers, engine._shapes = torch.device(device), [], {}
+    engine._device = torch.device(device)
+    engine._followers, engine._shapes = [], {}
     engine._capabilities = SimpleNamespace(coded_weights=None)
-    engine._call = lambda function: order.append("load")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    engine._call = lambda function: calls.append("load")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+
     engine.update_weights([], Version(1, 1))
-    assert order == expected and engine.version == Version(1, 1)
+
+    assert calls == expected_calls
+    assert engine.version == Version(1, 1)
