@@ -73,10 +73,10 @@ def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...],
 
     metric_lines = metrics(folder)
     for iteration, batch_rows in rollout_rows(folder).items():
-        written_at = steps_after[max(0, iteration - 2)]
-        assert {version[1] for row in batch_rows for version in row["versions"]} == {written_at}
+        written_step = steps_after[max(0, iteration - 2)]
+        assert {version[1] for row in batch_rows for version in row["versions"]} == {written_step}
 
-        lag = steps_after[iteration - 1] - written_at  # at the first update of the iteration
+        lag = steps_after[iteration - 1] - written_step  # at the first update of the iteration
         assert metric_lines[iteration]["lag/rollout_model_max"] == lag + steps_per_iteration - 1  # at the last one
 
         is_stale = iteration > 1  # the learner no longer has the weights that sampled the batch
@@ -270,17 +270,17 @@ class Overlap:
         self.trains = threading.Event()
         self.engines = []
         self.during = []  # rollouts that the engine finished while the learner was at each iteration
-        train = JointLearner.train
+        plain_train = JointLearner.train
 
-        def watched(learner: JointLearner, *arguments: Any, **keywords: Any) -> Any:
-            engine, written_before = self.engines[0], self.engines[0].finished
+        def train_beside_the_engine(learner: JointLearner, *arguments: Any, **keywords: Any) -> Any:
+            engine, count_before = self.engines[0], self.engines[0].finished
             self.trains.set()
             if len(self.during) < 2:  # nothing is written ahead of the last iteration
-                assert engine.wait_for_more(written_before, PATIENCE)
-            self.during.append(engine.finished - written_before)
-            return train(learner, *arguments, **keywords)
+                assert engine.wait_for_more(count_before, PATIENCE)
+            self.during.append(engine.finished - count_before)
+            return plain_train(learner, *arguments, **keywords)
 
-        monkeypatch.setattr(JointLearner, "train", watched)
+        monkeypatch.setattr(JointLearner, "train", train_beside_the_engine)
         monkeypatch.setattr("jackpot.launch.engines.make_engine", self.make)
 
     def make(self, *arguments: Any) -> ThreadedEngine:

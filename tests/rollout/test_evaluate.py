@@ -258,11 +258,13 @@ def test_a_full_disk_ends_an_evaluation_and_the_next_goes_on(undisturbed_folder,
     assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
 
 
-def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(undisturbed_folder, tmp_path: Path) -> None:
+def test_no_table_is_written_while_answers_are_missing(tmp_path: Path) -> None:
     file = AnswerFile(tmp_path, "set", problems=1, k=1)
     with pytest.raises(CheckpointError, match="lacks 1 of 1 responses"):
         file.finish(lambda index: None, {})
 
+
+def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(undisturbed_folder, tmp_path: Path) -> None:
     with pytest.raises(Killed):
         run_evaluation(tmp_path, kill_after=30)
 

@@ -28,7 +28,7 @@ def make_rollout(index: int, length: int) -> Rollout:
 
 
 def test_a_batch_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
-    rollouts = [make_rollout(0, 3), make_rollout(1, 0), make_rollout(2, 2)]
+    rollouts = [make_rollout(index=0, length=3), make_rollout(index=1, length=0), make_rollout(index=2, length=2)]
     rollouts[1] = replace(rollouts[1], top_ids=torch.zeros(0, 0, dtype=torch.int64), top_log_probs=torch.zeros(0, 0))
 
     scores = [Score(reward=0.5, correct=True), Score(reward=0.0, reward_error="timeout", reward_retries=2)]

@@ -234,7 +234,7 @@ class ScriptedEngine(Engine):
         script = self.turns[request.uid.split("/")[0]]
         if script:
             finish, *tokens = script.popleft()
-            length, top = len(tokens), request.sampling.num_top_log_probs
+            length, top_count = len(tokens), request.sampling.num_top_log_probs
             yield Rollout(
                 uid=request.uid,
                 prompt=request.prompt,
@@ -242,8 +242,8 @@ class ScriptedEngine(Engine):
                 token_ids=torch.tensor(tokens, dtype=torch.int64),
                 rollout_log_probs=-torch.ones(length),
                 sampled_mask=torch.ones(length, dtype=torch.bool),
-                top_ids=torch.ones(length, top, dtype=torch.int64),
-                top_log_probs=-torch.ones(length, top),
+                top_ids=torch.ones(length, top_count, dtype=torch.int64),
+                top_log_probs=-torch.ones(length, top_count),
                 versions=torch.tensor([version] * length).view(length, 2),
             )
 

@@ -250,12 +250,12 @@ def test_the_prompts_go_on_where_the_last_round_ended():
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"), [(0, 0.0), (1, 0.0), (16, 0.0), (17, -0.125), (20, -0.5), (23, -0.875), (24, -1.0)]
+    ("length", "expected_penalty"), [(0, 0.0), (1, 0.0), (16, 0.0), (17, -0.125), (20, -0.5), (23, -0.875), (24, -1.0)]
 )
-def test_the_overlong_penalty_falls_evenly_to_the_limit(length, penalty):
+def test_the_overlong_penalty_falls_evenly_to_the_limit(length, expected_penalty):
     """DAPO eq. 13 with L_max 24 and L_cache 8: 0, then ((L_max - L_cache) - |y|) / L_cache, then -1."""
-    assert overlong_penalty(length, 24, 8, 1.0) == penalty
-    assert overlong_penalty(length, 24, 8, 0.5) == 0.5 * penalty
+    assert overlong_penalty(length, limit=24, buffer=8, penalty=1.0) == expected_penalty
+    assert overlong_penalty(length, limit=24, buffer=8, penalty=0.5) == 0.5 * expected_penalty
 
 
 def test_the_penalty_changes_the_reward_and_not_the_verdict():

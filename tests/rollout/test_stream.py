@@ -65,7 +65,7 @@ class WatchedTask(Arithmetic):
 
 
 @pytest.fixture
-def watched() -> Iterator[tuple[WatchedTask, Sampler, Clock]]:
+def watched_sampling() -> Iterator[tuple[WatchedTask, Sampler, Clock]]:
     """Yield a task, its sampler of 4 groups of 4, and their clock.
 
     The engine goes on to the second group while the first response is scored.
@@ -85,8 +85,8 @@ def watched() -> Iterator[tuple[WatchedTask, Sampler, Clock]]:
         yield task, sampler, clock
 
 
-def test_a_group_is_scored_while_the_engine_generates_the_others(watched) -> None:
-    task, sampler, _ = watched
+def test_a_group_is_scored_while_the_engine_generates_the_others(watched_sampling) -> None:
+    task, sampler, _ = watched_sampling
     batch = sampler.next_batch(1)
 
     assert len(batch.scored) == 16
@@ -95,17 +95,17 @@ def test_a_group_is_scored_while_the_engine_generates_the_others(watched) -> Non
     assert 4 < task.written[1] <= 16  # and more came while it was scored
 
 
-def test_waiting_and_scoring_are_timed_apart(watched) -> None:
-    task, sampler, clock = watched
+def test_waiting_and_scoring_are_timed_apart(watched_sampling) -> None:
+    task, sampler, clock = watched_sampling
 
     start_time = time.perf_counter()
     sampler.next_batch(1)
-    elapsed = time.perf_counter() - start_time
+    elapsed_seconds = time.perf_counter() - start_time
 
     seconds = {phase: duration.wall for phase, duration in clock.take().items()}
     assert task.seconds <= seconds["score"]
     assert seconds["rollout"] > 0.0
-    assert seconds["score"] + seconds["rollout"] <= elapsed
+    assert seconds["score"] + seconds["rollout"] <= elapsed_seconds
 
 
 def test_responses_come_as_they_end_without_being_asked_for() -> None:

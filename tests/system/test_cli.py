@@ -25,10 +25,11 @@ from jackpot.models.published import PUBLISHED
 from jackpot.ui import cli
 
 JACKPOT = Path(sys.executable).with_name("jackpot")
+FIRST_RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}  # as torchrun sets them
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder of a finished small run in runs/quickstart-seed0, and what the command printed."""
     cwd = tmp_path_factory.mktemp("home")
     result = jackpot("train", "quickstart", *SMALL, "--run", "runs/quickstart-seed0", cwd=cwd)
@@ -36,8 +37,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return cwd / "runs" / "quickstart-seed0", result.stdout
 
 
-def test_train_shows_progress_a_table_and_the_folder(trained: tuple[Path, str]) -> None:
-    folder, output = trained
+def test_train_shows_progress_a_table_and_the_folder(trained_run: tuple[Path, str]) -> None:
+    folder, output = trained_run
     for text in ("iteration 4/4", "reward", "acceptance", "KL", "tokens/s", "before", "after 4 iterations", "points"):
         assert text in output
     assert "loading the model" in output
@@ -53,8 +54,8 @@ def test_train_shows_progress_a_table_and_the_folder(trained: tuple[Path, str]) 
         assert (folder / name).exists()
 
 
-def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Path, str]) -> None:
-    folder, _ = trained
+def test_a_finished_run_says_so_and_changes_nothing(trained_run: tuple[Path, str]) -> None:
+    folder, _ = trained_run
     metrics_before = (folder / "metrics.jsonl").read_text()
 
     result = jackpot("train", "quickstart", *SMALL, "--run", str(folder), cwd=folder)
@@ -65,8 +66,8 @@ def test_a_finished_run_says_so_and_changes_nothing(trained: tuple[Path, str]) -
     assert (folder / "metrics.jsonl").read_text() == metrics_before
 
 
-def test_other_settings_in_the_same_folder_are_refused(trained: tuple[Path, str]) -> None:
-    folder, _ = trained
+def test_other_settings_in_the_same_folder_are_refused(trained_run: tuple[Path, str]) -> None:
+    folder, _ = trained_run
     result = jackpot("train", "quickstart", *SMALL, "batch.prompts=8", "--run", str(folder), cwd=folder)
 
     assert result.returncode == 2
@@ -75,8 +76,8 @@ def test_other_settings_in_the_same_folder_are_refused(trained: tuple[Path, str]
     assert "Traceback" not in result.stderr
 
 
-def test_sample_shows_both_models_before_and_after(trained: tuple[Path, str]) -> None:
-    folder, _ = trained
+def test_sample_shows_both_models_before_and_after(trained_run: tuple[Path, str]) -> None:
+    folder, _ = trained_run
     result = jackpot("sample", str(folder), "--problems", "2", cwd=folder)
 
     assert result.returncode == 0, result.stderr
@@ -94,25 +95,32 @@ def quick_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_plan")
-def test_a_dry_run_says_how_many_ranks_train(tmp_path: Path) -> None:
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    plan = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **ranks).stdout
+def test_a_dry_run_says_how_many_ranks_of_torchrun_train(tmp_path: Path) -> None:
+    plan = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **FIRST_RANK).stdout
     assert "2 ranks; rank 0 generates" in plan
     assert "  torchrun --nproc-per-node 2 -m -- jackpot train quickstart  # train\n" in plan
 
+
+@pytest.mark.usefixtures("quick_plan")
+def test_a_dry_run_says_how_many_ranks_and_engines_ray_places(tmp_path: Path) -> None:
     ray_settings = ("--dry-run", "placement.launcher=ray", "placement.ranks=3", "placement.engines=2")
     plan = jackpot("train", "quickstart", *ray_settings, cwd=tmp_path).stdout
     assert "Ray places 3 ranks and 2 engines" in plan
     plan = jackpot("train", "quickstart", *ray_settings[:-1], "engine.name=vllm", cwd=tmp_path).stdout
     assert "Ray places 3 ranks and 3 engines" in plan
 
-    follower_ranks = ranks | {"RANK": "1", "LOCAL_RANK": "1"}
-    follower_result = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **follower_ranks)
-    assert (follower_result.returncode, follower_result.stdout, follower_result.stderr) == (0, "", "")
 
-    eval_result = jackpot("eval", "starter:policy", cwd=tmp_path, **ranks)
-    assert eval_result.returncode == 2
-    assert "error: torchrun started 2 processes; eval runs in one, without it" in eval_result.stderr
+@pytest.mark.usefixtures("quick_plan")
+def test_a_rank_that_is_not_the_first_prints_no_plan(tmp_path: Path) -> None:
+    second_rank = FIRST_RANK | {"RANK": "1", "LOCAL_RANK": "1"}
+    result = jackpot("train", "quickstart", "--dry-run", cwd=tmp_path, **second_rank)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_eval_in_several_ranks_is_refused(tmp_path: Path) -> None:
+    result = jackpot("eval", "starter:policy", cwd=tmp_path, **FIRST_RANK)
+    assert result.returncode == 2
+    assert "error: torchrun started 2 processes; eval runs in one, without it" in result.stderr
 
 
 def plan_of(*arguments: str, cwd: Path) -> str:
@@ -236,9 +244,9 @@ def test_ctrl_c_checkpoints_and_the_same_command_ends_bit_equal(tmp_path: Path) 
     assert "pyarrow" in modules
     assert "pandas" not in modules  # 0.3 s of every run, where it is installed
 
-    stopped_at = json.loads(log.read_text().splitlines()[-1])["iteration"]
-    assert 2 <= stopped_at < 20
-    assert (tmp_path / "stopped" / "checkpoints" / f"step-{stopped_at}").is_dir()
+    last_iteration = json.loads(log.read_text().splitlines()[-1])["iteration"]
+    assert 2 <= last_iteration < 20
+    assert (tmp_path / "stopped" / "checkpoints" / f"step-{last_iteration}").is_dir()
 
     config = small_config(*settings[len(SMALL) :])
     run(config, tmp_path / "stopped")

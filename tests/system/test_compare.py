@@ -67,7 +67,7 @@ def is_held(run: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished_comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder of two arms and two seeds, and what the command printed; a run of each arm was done before."""
     cwd = tmp_path_factory.mktemp("home")
     configs = resolve_arms("quickstart", ["obrs", "on_policy"], [1, 2], TINY)
@@ -80,8 +80,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, str]) -> None:
-    folder, output = compared
+def test_every_arm_and_seed_is_run_and_laid_side_by_side(finished_comparison: tuple[Path, str]) -> None:
+    folder, output = finished_comparison
     for name in ("obrs-seed1", "obrs-seed2", "on_policy-seed1", "on_policy-seed2"):
         assert [line["iteration"] for line in metric_lines(folder / name)] == [0, 1, 2]
 
@@ -100,8 +100,8 @@ def test_every_arm_and_seed_is_run_and_laid_side_by_side(compared: tuple[Path, s
 
 
 @pytest.mark.slow
-def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
-    folder, _ = compared
+def test_arms_get_the_same_prompts(finished_comparison: tuple[Path, str]) -> None:
+    folder, _ = finished_comparison
     evaluation_prompts, training_uids = [], []
 
     for name in ("obrs-seed1", "on_policy-seed1"):
@@ -117,8 +117,8 @@ def test_arms_get_the_same_prompts(compared: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_done_is_not_run_again(compared: tuple[Path, str]) -> None:
-    folder, _ = compared
+def test_what_is_done_is_not_run_again(finished_comparison: tuple[Path, str]) -> None:
+    folder, _ = finished_comparison
     comparison_before = (folder / "comparison.json").read_bytes()
     time_before = (folder / "obrs-seed1" / "metrics.jsonl").stat().st_mtime_ns
 
@@ -131,8 +131,8 @@ def test_what_is_done_is_not_run_again(compared: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_other_settings_are_refused_before_anything_runs(compared: tuple[Path, str]) -> None:
-    folder, _ = compared
+def test_other_settings_are_refused_before_anything_runs(finished_comparison: tuple[Path, str]) -> None:
+    folder, _ = finished_comparison
     code, _, error = compare("--arms", "obrs", *TINY, "batch.prompts=8", cwd=folder.parent.parent)
     assert code == 2
     assert "batch.prompts: 4 in the folder, 8 now" in error
@@ -215,7 +215,7 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("--arms", "obsr"), "did you mean 'obrs'?"),
         (("--arms", "obrs,obrs"), "obrs were given twice"),
@@ -230,12 +230,12 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
     ],
 )
 def test_bad_questions_are_refused_before_anything_runs(
-    arguments, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments, message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli.app, ["compare", "quickstart", *arguments, *TINY])
     assert isinstance(result.exception, ConfigError)
-    assert words in str(result.exception)
+    assert message in str(result.exception)
     assert not list(tmp_path.iterdir())
 
 
@@ -255,9 +255,15 @@ def test_runs_have_the_settings_typed_and_come_seed_by_seed(tmp_path: Path) -> N
     assert runs[0].config == resolve("quickstart", "none", settings)
     assert runs[0].folder == tmp_path / "none-seed3"
 
+
+def test_a_budget_of_less_than_one_batch_is_refused() -> None:
+    configs = resolve_arms("quickstart", ["none", "obrs"], [3, 4], ["batch.prompts=4"])
     with pytest.raises(ConfigError, match="less than one rollout batch of arm 'obrs', 32"):
         with_budget(configs, 31)
 
+
+def test_a_folder_with_checkpoints_and_no_config_is_refused(tmp_path: Path) -> None:
+    configs = resolve_arms("quickstart", ["none", "obrs"], [3, 4], ["batch.prompts=4"])
     (tmp_path / "none-seed3" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"config\.yaml"):
         make_runs(configs, tmp_path)

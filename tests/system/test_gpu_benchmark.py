@@ -65,13 +65,13 @@ def test_a_row_fails_where_another_kernel_attends(gpu):
     from gpu_parts import attention, check
 
     device, readers = torch.device("cpu"), attention.READERS
-    packed, padded = readers["as trained"], readers["padded rows, every prompt once"]
+    packed_reader, padded_reader = readers["as trained"], readers["padded rows, every prompt once"]
 
     with pytest.raises(RuntimeError, match="blocks attended to packed rows in place of None"):
-        check.compare_states(device, "fp32", packed._replace(in_fp32=None), check.FP32_GAP)
+        check.compare_states(device, "fp32", packed_reader._replace(in_fp32=None), check.FP32_GAP)
 
     with pytest.raises(RuntimeError, match="no kernel attended to packed rows in place of blocks"):
-        check.compare_states(device, "fp32", padded._replace(in_fp32="flex"), check.FP32_GAP)
+        check.compare_states(device, "fp32", padded_reader._replace(in_fp32="flex"), check.FP32_GAP)
 
 
 def test_a_kernel_that_fails_ends_its_own_row_alone(gpu, monkeypatch):
@@ -101,7 +101,13 @@ def test_a_learner_sharded_over_one_rank_takes_the_same_steps(gpu, tmp_path, mon
     assert result["right"]
     assert result["equal"]
 
+
+def test_sharded_steps_that_differ_are_noticed(gpu, monkeypatch):
+    from gpu_parts import fsdp
+
+    # gradients and weights of the sharded learner are 1% larger
     monkeypatch.setattr(fsdp, "outcome", lambda *arguments: [torch.ones(3) * (1.0 + bool(arguments[-1]) / 100)])
+
     comparison = fsdp.compare_steps(torch.device("cpu"), "fp32", fsdp.SEVERAL, fsdp.GAP, {})
     assert not comparison["right"]
     assert not comparison["equal"]

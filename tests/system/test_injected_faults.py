@@ -78,16 +78,16 @@ class Watch:
         self.folder = folder
         self.links = links
         self.faults = faults
-        self.happened = folder.with_name(f"{folder.name}-faults.jsonl")
+        self.fault_log = folder.with_name(f"{folder.name}-faults.jsonl")
         self.points = folder.with_name(f"{folder.name}-memory.jsonl")
 
     def __call__(self, line: dict) -> None:
         iteration = line["iteration"]
-        shared = len(list(Path("/dev/shm").glob("*jackpot*"))) if Path("/dev/shm").exists() else 0
-        _append(self.points, {"iteration": iteration, "processes": self._held(), "shared": shared})
-        if iteration in self.faults and iteration not in {entry["iteration"] for entry in _read(self.happened)}:
+        shared_file_count = len(list(Path("/dev/shm").glob("*jackpot*"))) if Path("/dev/shm").exists() else 0
+        _append(self.points, {"iteration": iteration, "processes": self._held(), "shared": shared_file_count})
+        if iteration in self.faults and iteration not in {entry["iteration"] for entry in _read(self.fault_log)}:
             fault = self.faults[iteration]
-            _append(self.happened, {"iteration": iteration, **fault._asdict()})
+            _append(self.fault_log, {"iteration": iteration, **fault._asdict()})
             threading.Timer(fault.delay, self._cause, [fault]).start()
 
     def _held(self) -> list[tuple[int, int, int]]:
@@ -98,13 +98,13 @@ class Watch:
         gc.collect()
         with suppress(OSError, AttributeError):  # of glibc
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        held = []
+        process_values = []
         for pid in filter(None, map(self._pid, VICTIMS)):
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 memory = process.memory_info()
-                held.append((pid, (memory.rss - memory.shared) // 1024, process.num_fds()))
-        return held
+                process_values.append((pid, (memory.rss - memory.shared) // 1024, process.num_fds()))
+        return process_values
 
     def _pid(self, victim: str) -> int | None:
         """Return the id of a process, None while an engine is being replaced."""
@@ -131,9 +131,9 @@ class Watch:
 
 def _close_all_connections() -> None:
     """Shut down every TCP connection of this rank, of which the other rank has the other end."""
-    for link in psutil.Process().net_connections("tcp"):
-        if link.status == psutil.CONN_ESTABLISHED:
-            with socket.socket(fileno=os.dup(link.fd)) as connection:
+    for tcp_connection in psutil.Process().net_connections("tcp"):
+        if tcp_connection.status == psutil.CONN_ESTABLISHED:
+            with socket.socket(fileno=os.dup(tcp_connection.fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -213,12 +213,12 @@ def test_faults_of_random_processes_change_nothing(
                 assert code == 2, group_result
                 assert "lost another rank in" in printed, group_result
 
-    happened = _read(watch.happened)
+    caused_faults = _read(watch.fault_log)
     events = Counter(line["event"] for line in RunFolder(folder).read("events.jsonl"))
-    assert len(happened) == len(faults)
+    assert len(caused_faults) == len(faults)
     assert starts > 1 or events["peer_lost"] or len(faults) < 3  # the last ones may come when all is done
 
-    kinds = Counter(f"{fault['kind']} of {fault['victim'].split()[0]}s" for fault in happened)
+    kinds = Counter(f"{fault['kind']} of {fault['victim'].split()[0]}s" for fault in caused_faults)
     print(f"{len(faults)} faults: {dict(kinds)}; {starts} starts, {events['peer_lost']} times an engine was lost")
 
     check_memory(watch)

@@ -256,10 +256,12 @@ def test_a_reward_that_does_not_exist_is_refused_at_the_start(name, message):
         reward_fn_of("correct", name)
 
 
-def test_async_calls_are_awaited_together_with_limits_each():
+def test_async_calls_are_awaited_together():
     with closing(reward_fn_of(reward_of("together"))) as together_fn:
         assert together_fn.scores([answer("5")] * 5) == [score(1.0, correct=False)] * 5
 
+
+def test_each_async_call_has_a_limit_of_its_own():
     error_of_response = {"fine": None, "raise": "crash", "sleep": "timeout"}
     with closing(reward_fn_of(reward_of("judged", timeout=1.0))) as judged_fn:
         scores = judged_fn.scores([answer(text) for text in error_of_response])
@@ -281,6 +283,10 @@ def test_a_process_that_async_calls_end_costs_what_was_undone(text, error):
 def test_a_function_with_a_parameter_responses_gets_batches():
     with closing(reward_fn_of(reward_of("batch", batch_size=3), workers=2)) as batch_fn:
         assert [score.reward for score in batch_fn.scores([answer("")] * 7)] == [3.0] * 6 + [1.0]
+
+
+def test_a_failed_batch_costs_the_rewards_of_its_call():
+    with closing(reward_fn_of(reward_of("batch", batch_size=3), workers=2)) as batch_fn:
         assert batch_fn.scores([answer("none"), answer("")]) == [
             score(0.0, correct=False, error="invalid"),
             score(2.0, correct=False),
@@ -294,6 +300,8 @@ def test_a_function_with_a_parameter_responses_gets_batches():
             score(1.0, correct=False),
         ]
 
+
+def test_an_async_function_gets_batches_too():
     with closing(reward_fn_of(reward_of("async_batch"))) as async_fn:
         assert [score.reward for score in async_fn.scores([answer("")] * 7)] == [7.0] * 7
 

@@ -129,16 +129,18 @@ def test_numbers_become_what_people_write(value, answer, tmp_path):
     assert [only_answer(row) for row in rows_of(path)] == [answer]
 
 
-@pytest.mark.parametrize(("value", "shown"), [("true", "True"), ("Infinity", "inf"), ("[[1]]", "[1]"), ("{}", "{}")])
-def test_an_answer_that_is_neither_text_nor_number_is_refused(value, shown, tmp_path):
+@pytest.mark.parametrize(
+    ("value", "shown_value"), [("true", "True"), ("Infinity", "inf"), ("[[1]]", "[1]"), ("{}", "{}")]
+)
+def test_an_answer_that_is_neither_text_nor_number_is_refused(value, shown_value, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{json.dumps(record(1))}\n{{"problem": "p", "answer": {value}}}\n')
 
     with pytest.raises(DataError) as error:
         rows_of(path)
-    assert f"{path} line 2: column 'answer' holds {shown}; it must be text in UTF-8 or a finite number" in str(
-        error.value
-    )
+
+    message = f"{path} line 2: column 'answer' holds {shown_value}; it must be text in UTF-8 or a finite number"
+    assert message in str(error.value)
 
 
 def test_floats_and_decimals_of_parquet_are_read_alike(tmp_path):
@@ -187,7 +189,7 @@ LINE = b'{"problem": "p", "answer": 1}\n'
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "message"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", LINE + b'{"problem": "gr\xfc\xdf"}\n', "a.jsonl line 2 cannot be read as .jsonl: 'utf-8' codec"),
         ("a.jsonl", LINE.decode().encode("utf-16"), "a.jsonl line 1 cannot be read as .jsonl: 'utf-8' codec"),
@@ -238,8 +240,8 @@ LINE = b'{"problem": "p", "answer": 1}\n'
         ("a.txt", b"problem,answer\n", "is not one of .jsonl, .json, .csv, .parquet"),
     ],
 )
-def test_a_broken_file_is_refused_with_its_line(name, raw, message, tmp_path):
-    (tmp_path / name).write_bytes(raw)
+def test_a_broken_file_is_refused_with_its_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
         rows_of(tmp_path / name)
     assert message in str(error.value)
@@ -269,6 +271,8 @@ def test_a_folder_is_its_files_in_order(tmp_path):
 
     assert [only_answer(row) for row in rows_of(tmp_path)] == ["1", "2", "3"]
 
+
+def test_a_folder_without_files_of_data_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"and holds none; give the path of a \.jsonl, \.json, \.csv, \.parquet"):
         rows_of(tmp_path / "empty")

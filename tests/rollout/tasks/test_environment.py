@@ -80,26 +80,26 @@ def test_every_turn_of_the_model_is_an_action_and_rewards_add_up(task) -> None:
 
 def test_the_turns_of_a_response_are_what_the_model_sampled() -> None:
     ids = torch.tensor([*b"12", 256, *b"\nno\n", *b"13", 256])
-    sampled = torch.tensor([True] * 3 + [False] * 4 + [True] * 3)  # not the reply between the turns
+    sampled_mask = torch.tensor([True] * 3 + [False] * 4 + [True] * 3)  # not the reply between the turns
 
-    response = decoded_response(TOKENIZER, None, ids, sampled, finished=True)
+    response = decoded_response(TOKENIZER, None, ids, sampled_mask, finished=True)
     assert (response.text, response.turns) == ("12\nno\n13", ("12", "13"))
 
-    assert decoded_response(TOKENIZER, None, ids[:3], sampled[:3], finished=True).turns == ("12",)
-    assert decoded_response(TOKENIZER, None, ids[:7], sampled[:7], finished=True).turns == ("12",)
+    assert decoded_response(TOKENIZER, None, ids[:3], sampled_mask[:3], finished=True).turns == ("12",)
+    assert decoded_response(TOKENIZER, None, ids[:7], sampled_mask[:7], finished=True).turns == ("12",)
 
 
 @pytest.mark.parametrize(("last_ids", "counted_sum"), [((), 12), ((256,), 21)])  # 256 ends a turn
 def test_a_complete_turn_counts_and_a_cut_one_does_not(task, last_ids, counted_sum) -> None:
     ids = torch.tensor([*b"12", 256, *b"\n1 left\n", *b"9", *last_ids])
-    sampled = torch.tensor([True] * 3 + [False] * 8 + [True] * (1 + len(last_ids)))
+    sampled_mask = torch.tensor([True] * 3 + [False] * 8 + [True] * (1 + len(last_ids)))
     rollout = Rollout(
         uid="a",
         prompt=task.prompt("train", 3),
         finish="length",
         token_ids=ids,
         rollout_log_probs=torch.zeros(len(ids)),
-        sampled_mask=sampled,
+        sampled_mask=sampled_mask,
         top_ids=torch.zeros(len(ids), 0, dtype=torch.int64),
         top_log_probs=torch.zeros(len(ids), 0),
         versions=torch.zeros(len(ids), 2, dtype=torch.int64),

@@ -196,11 +196,13 @@ def test_the_tokenizer_is_judged_by_the_prompts(tmp_path, caplog):
             task_of(problems, **settings).prompt("train", 0)
 
 
-def test_rewards_begin_and_end_with_the_task(ten_problems):
+def test_a_reward_that_does_not_exist_is_refused_by_the_task(ten_problems):
     for name, message in (("corect", "did you mean 'correct'"), ("no.such.module:function", "no.such.module")):
         with pytest.raises(ConfigError, match=message):
             make_math(ten_problems, rewards=[name])
 
+
+def test_rewards_end_with_the_task(ten_problems):
     with closing(make_math(ten_problems, rewards=["helpers.reward_functions:remainder"])) as task:
         prompt = task.prompt("train", 1)
         assert task.score(prompt, "12345", finished=True).reward == pytest.approx(5 / 7)

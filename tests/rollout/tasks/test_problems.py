@@ -22,12 +22,12 @@ LIMIT = 100  # tokens of a prompt
 
 def all_fit(rows):
     """Measure every prompt as exactly as long as the limit."""
-    return [PromptSize(LIMIT, False)] * len(rows)
+    return [PromptSize(LIMIT, has_unknown=False)] * len(rows)
 
 
 def without_sevens(rows):
     """Measure prompts with a 7 in them as one token too long."""
-    return [PromptSize(LIMIT + ("7" in row.problem), False) for row in rows]
+    return [PromptSize(LIMIT + ("7" in row.problem), has_unknown=False) for row in rows]
 
 
 KEPT = [str(index) for index in range(1000) if index % 10 != 3 and "7" not in str(index)]
@@ -35,13 +35,13 @@ TALLY = RowCounts(rows=1000, without_answer=100, too_long=900 - len(KEPT))
 
 
 @pytest.fixture(scope="module")
-def thousand(tmp_path_factory) -> Path:
+def thousand_problems(tmp_path_factory) -> Path:
     """Return a file with the rows of `ANSWERS`."""
     return write_problems(tmp_path_factory.mktemp("data") / "thousand.jsonl", ANSWERS)
 
 
-def test_rows_that_cannot_be_used_are_counted_by_reason(thousand):
-    problems = Problems(source_of(thousand), without_sevens, LIMIT)
+def test_rows_that_cannot_be_used_are_counted_by_reason(thousand_problems):
+    problems = Problems(source_of(thousand_problems), without_sevens, LIMIT)
     assert [row.answers[0] for row in problems.rows] == KEPT
     assert problems.counts == TALLY
     assert problems.counts.kept == len(KEPT)
@@ -97,4 +97,4 @@ def test_data_without_a_problem_left_is_refused_with_reasons(tmp_path):
         DataError,
         match=r"left of 3 rows: 1 have no answer .*, 2 have a prompt of more than 100 tokens",
     ):
-        Problems(source_of(path), lambda rows: [PromptSize(101, False)] * len(rows), LIMIT)
+        Problems(source_of(path), lambda rows: [PromptSize(101, has_unknown=False)] * len(rows), LIMIT)

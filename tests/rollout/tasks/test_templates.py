@@ -54,6 +54,8 @@ def test_texts_and_chats_begin_as_the_tokenizer_wants():
 def test_lengths_are_those_of_the_prompts(name, begins):
     prompt_template = make_template(name, text_tokenizer(begins=begins))
     texts = [prompt_template.text(problem) for problem in ("1+1?", "What is the half of a quarter?", "½·π?")]
+
+    # no text has parts that the tokenizer does not know
     assert prompt_template.measure(texts) == [(len(prompt_template.token_ids(text)), False) for text in texts]
 
 

@@ -39,10 +39,9 @@ def mean_gap(rollouts: list[Rollout], log_probs: list[torch.Tensor], reference: 
     """Return the mean difference of log-probs over all tokens, nats."""
     differences = []
     for rollout, response_log_probs in zip(rollouts, log_probs, strict=True):
-        exact = reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), Sampling())
-        differences.append(
-            np.abs(exact[np.arange(len(response_log_probs)), rollout.token_ids] - response_log_probs.double().numpy())
-        )
+        exact_log_probs = reference.log_probs(rollout.prompt, rollout.token_ids.tolist(), Sampling())
+        exact_log_probs = exact_log_probs[np.arange(len(response_log_probs)), rollout.token_ids]
+        differences.append(np.abs(exact_log_probs - response_log_probs.double().numpy()))
 
     return float(np.concatenate(differences).mean())
 

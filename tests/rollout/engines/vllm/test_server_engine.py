@@ -110,13 +110,14 @@ def test_int8_weights_alone_need_no_other_server(servers, folder, new_folder, tm
 
 
 @pytest.fixture(scope="module")
-def mortals(untied_folder: Path) -> Iterator[tuple[VLLMServer, ...]]:
+def mortal_servers(untied_folder: Path) -> Iterator[tuple[VLLMServer, ...]]:
     """Start two servers for the tests that kill some."""
     with started(VLLMServer(untied_folder), VLLMServer(untied_folder)) as server_pair:
         yield server_pair
 
 
 def long_requests(count: int) -> list[Request]:
+    """Return requests for responses of 50 tokens."""
     return [Request(uid=f"{i}", prompt=tiny_prompt(2 + i % 9), seed=i, sampling=LONG) for i in range(count)]
 
 
@@ -125,8 +126,8 @@ def check_log_probs(rollouts: list[Rollout], reference: Reference) -> None:
     TestOneServer().check_log_probs(rollouts, reference, LONG)
 
 
-def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortals, folder, tmp_path):
-    victim, survivor = mortals
+def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortal_servers, folder, tmp_path):
+    victim, survivor = mortal_servers
     engine = make_server_engine(folder, tmp_path, victim, survivor)
     requests = long_requests(300)
 
@@ -155,9 +156,9 @@ def test_a_server_killed_while_it_writes_costs_nothing_but_time(mortals, folder,
 
 
 @pytest.mark.sweep
-def test_a_joint_run_outlives_the_death_of_its_only_server(mortals, folder, new_folder, tmp_path):
+def test_a_joint_run_outlives_the_death_of_its_only_server(mortal_servers, folder, new_folder, tmp_path):
     """A restarted server has the weights of its command line; its next responses must come from the newest ones."""
-    [server] = mortals[1:]
+    [server] = mortal_servers[1:]
     engines = []
 
     def make_mortal(path: Path, version: Version) -> VLLMServerEngine:

@@ -97,16 +97,21 @@ def test_without_quantization_the_weights_pass_unchanged():
     assert weight_format.events == ()
 
 
-def test_layers_that_stay_as_they_are_stand_in_the_settings():
-    for tied in (True, False):
-        model = tiny_model(0, tie_word_embeddings=tied)
+def test_the_output_layer_is_named_as_kept():
+    for is_tied in (True, False):
+        model = tiny_model(0, tie_word_embeddings=is_tied)
         assert WeightFormat.of_model(model, "int8_w8a8").quantization_config["ignore"] == ["lm_head"]
         assert WeightFormat.of_model(model, "fp8").quantization_config["modules_to_not_convert"] == ["lm_head"]
 
+
+def test_routers_are_named_as_kept():
     experts = Experts()
     del experts.experts
+
     assert WeightFormat.of_model(experts, "fp8").quantization_config["modules_to_not_convert"] == ["lm_head", "gate"]
 
+
+def test_a_weight_that_its_model_reads_itself_is_named_as_kept():
     assert WeightFormat.of_model(ReadsWeight(), "int8_w8a8").quantization_config["ignore"] == ["lm_head", "down_proj"]
 
 

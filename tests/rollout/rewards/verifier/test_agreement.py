@@ -120,8 +120,8 @@ def test_algebra_agrees_on_some_of_the_gold_answers_that_need_it(agreement):
 
 
 def test_the_page_is_of_the_math_verify_that_is_installed_here():
-    pinned = re.search(r"^math-verify==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
-    assert f"math-verify {pinned}" in PAGE
+    pinned_version = re.search(r"^math-verify==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    assert f"math-verify {pinned_version}" in PAGE
 
 
 @pytest.mark.slow

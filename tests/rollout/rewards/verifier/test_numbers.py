@@ -127,8 +127,8 @@ spellings = st.sampled_from(
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(1, 10**30), spellings)
-def test_every_fraction_is_its_value_in_every_spelling(top, bottom, spelling):
-    assert quantity_of(spelling.format(top, bottom)) == (Fraction(top, bottom), "")
+def test_every_fraction_is_its_value_in_every_spelling(numerator, denominator, spelling):
+    assert quantity_of(spelling.format(numerator, denominator)) == (Fraction(numerator, denominator), "")
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=7))

@@ -116,16 +116,16 @@ BY_ALGEBRA = [
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong", "reference"), TWINS)
-def test_a_spelling_is_right_and_its_twin_is_wrong(right, wrong, reference):
-    assert compare_without_algebra(right, reference) is True
-    assert compare(wrong, reference, equal_expressions) is False
+@pytest.mark.parametrize(("right_answer", "wrong_answer", "reference"), TWINS)
+def test_a_spelling_is_right_and_its_twin_is_wrong(right_answer, wrong_answer, reference):
+    assert compare_without_algebra(right_answer, reference) is True
+    assert compare(wrong_answer, reference, equal_expressions) is False
 
 
-@pytest.mark.parametrize(("right", "wrong", "reference"), BY_ALGEBRA)
-def test_algebra_reads_these_spellings_too(right, wrong, reference):
-    assert compare(right, reference, equal_expressions) is True
-    assert compare(wrong, reference, equal_expressions) is False
+@pytest.mark.parametrize(("right_answer", "wrong_answer", "reference"), BY_ALGEBRA)
+def test_algebra_reads_these_spellings_too(right_answer, wrong_answer, reference):
+    assert compare(right_answer, reference, equal_expressions) is True
+    assert compare(wrong_answer, reference, equal_expressions) is False
 
 
 @pytest.mark.parametrize("answer", ["18e", r"3e \cdot 6", r"3 \times 6e", "3e6e"])
