@@ -128,6 +128,7 @@ def test_a_killed_run_trains_on_what_was_written_ahead(homes: Path) -> None:
 # Several batches ahead
 
 TINY = (*FEW, *SAVED, "iterations=6")
+FAST = (*TINY, "rollout_model.optimizer.learning_rate=1e-2", "evaluation.every=99", "checkpoint.every=99")
 
 
 def lag_of(iteration: int, ahead: int) -> int:
@@ -158,39 +159,40 @@ def assert_equal_ends(folder: Path, other_folder: Path) -> None:
     assert_same_run(folder, other_folder, roles)
 
 
-def check_lags_and_kills(home: Path, ahead: int, kills: Sequence[int] = ()) -> None:
-    """Check lags and prompts of six iterations, and that a run ends the same after each of the kills."""
-    config = run_and_copy_at(kills, home, f"batch.ahead={ahead}")
+def check_lags_and_prompts(folder: Path, ahead: int) -> None:
+    """Check that six iterations have the lags of `lag_of`, at most `ahead`, and train on each prompt once."""
     lags = [lag_of(iteration, ahead) for iteration in range(1, 7)]
     assert max(lags) == min(ahead, 5)
 
-    metric_lines = metrics(home / "whole")[1:]
+    metric_lines = metrics(folder)[1:]
     assert [line["lag/iterations"] for line in metric_lines] == lags
     assert [line["lag/iterations_max"] for line in metric_lines] == lags
 
-    for iteration, batch_rows in rollout_rows(home / "whole").items():  # an optimizer step is an iteration
+    for iteration, batch_rows in rollout_rows(folder).items():  # an optimizer step is an iteration
         versions = {version[1] for row in batch_rows for version in row["versions"]}
         assert versions == {iteration - 1 - lags[iteration - 1]}
 
-    trained_uids = prompt_uids(home / "whole")
-    state = load_state(home / "whole" / "checkpoints" / "last")
+    trained_uids = prompt_uids(folder)
+    state = load_state(folder / "checkpoints" / "last")
     assert len(trained_uids) == 12  # two prompts an iteration
     assert len(set(trained_uids)) == 12
     assert state["prompts"]["position"] == 12
 
-    for kill in kills:
-        run(config, home / f"{kill}")
-        assert_equal_ends(home / "whole", home / f"{kill}")
-
 
 def test_several_batches_ahead_are_within_the_bound(tmp_path: Path) -> None:
-    check_lags_and_kills(tmp_path, ahead=3)
+    run_and_copy_at([], tmp_path, "batch.ahead=3")
+    check_lags_and_prompts(tmp_path / "whole", ahead=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [3, 8])
 def test_a_kill_after_any_iteration_changes_nothing(ahead: int, tmp_path: Path) -> None:
-    check_lags_and_kills(tmp_path, ahead, kills=range(1, 6))
+    config = run_and_copy_at(range(1, 6), tmp_path, f"batch.ahead={ahead}")
+    check_lags_and_prompts(tmp_path / "whole", ahead)
+
+    for iteration in range(1, 6):
+        run(config, tmp_path / f"{iteration}")
+        assert_equal_ends(tmp_path / "whole", tmp_path / f"{iteration}")
 
 
 @pytest.mark.slow
@@ -240,9 +242,6 @@ def test_rollouts_are_checked_by_the_weights_that_wrote_them(tmp_path: Path, mon
     assert max(check["mean_gap"] for check in checks) < 1e-6
 
 
-FAST = (*TINY, "rollout_model.optimizer.learning_rate=1e-2", "evaluation.every=99", "checkpoint.every=99")
-
-
 class DeafEngine(TransformersEngine):
     """Says that it took the new weights, and goes on with the old ones."""
 
@@ -269,15 +268,15 @@ class Overlap:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trains = threading.Event()
         self.engines = []
-        self.during = []  # rollouts that the engine finished while the learner was at each iteration
+        self.counts_while_training = []  # rollouts that the engine finished while the learner was at each iteration
         plain_train = JointLearner.train
 
         def train_beside_the_engine(learner: JointLearner, *arguments: Any, **keywords: Any) -> Any:
             engine, count_before = self.engines[0], self.engines[0].finished
             self.trains.set()
-            if len(self.during) < 2:  # nothing is written ahead of the last iteration
+            if len(self.counts_while_training) < 2:  # nothing is written ahead of the last iteration
                 assert engine.wait_for_more(count_before, PATIENCE)
-            self.during.append(engine.finished - count_before)
+            self.counts_while_training.append(engine.finished - count_before)
             return plain_train(learner, *arguments, **keywords)
 
         monkeypatch.setattr(JointLearner, "train", train_beside_the_engine)
@@ -295,9 +294,11 @@ class Overlap:
 
 def test_the_engine_generates_while_the_learner_trains(homes: Path, tmp_path: Path, monkeypatch) -> None:
     overlap = Overlap(monkeypatch)
+
     run(small_config(*AHEAD), tmp_path)
-    assert len(overlap.during) == 3
-    assert all(count > 0 for count in overlap.during[:2])
+
+    assert len(overlap.counts_while_training) == 3
+    assert all(count > 0 for count in overlap.counts_while_training[:2])
     assert_same_run(homes / "whole", tmp_path, ["policy", "rollout_model"])
 
 
@@ -309,7 +310,7 @@ def test_ctrl_c_while_a_batch_is_written_ends_the_run_cleanly(signals: int, tmp_
 
     def train_and_interrupt(learner: JointLearner, *arguments: Any, **keywords: Any) -> Any:
         results = plain_train(learner, *arguments, **keywords)
-        if len(overlap.during) == 2:
+        if len(overlap.counts_while_training) == 2:
             for _ in range(signals):
                 signal.raise_signal(signal.SIGINT)
         return results

@@ -39,6 +39,7 @@ def test_pass_at_k_is_unbiased() -> None:
             math.comb(samples, count) * chance**count * (1 - chance) ** (samples - count)
             for count in range(samples + 1)
         ]
+
         assert np.dot(probabilities, pass_probabilities(samples, k)) == pytest.approx(1 - (1 - chance) ** k, abs=1e-12)
 
 
@@ -49,6 +50,7 @@ def test_pass_at_k_is_the_product_form_of_huge_binomials() -> None:
     for right_count in (0, 1, 5, 40, 1023, 1024, 2048):
         log_factors = [math.log1p(-k / i) for i in range(samples - right_count + 1, samples + 1) if i > k]
         expected = 1.0 if samples - right_count < k else -math.expm1(math.fsum(log_factors))
+
         assert probabilities[right_count] == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 

@@ -105,6 +105,7 @@ def test_diagnose_says_that_other_scales_stopped_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(
         weights, "quantize_linears", lambda model, scheme: plain_quantize(model, with_scales(scheme, "float32"))
     )
+
     assert "the engine's log-probs are not those of the distribution" in train_error(tmp_path)
     assert_stopped_because(diagnosis(tmp_path), "at most 1e-05 is allowed in fp32 on a CPU")
 

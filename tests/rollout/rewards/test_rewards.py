@@ -73,14 +73,14 @@ def wait_until(has_happened: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def reward_fn() -> Iterator[RewardFn]:
-    """Rewards what is right with 1."""
+    """Yield a reward_fn that gives 1 for what is right."""
     with closing(reward_fn_of("correct")) as correct_fn:
         yield correct_fn
 
 
 @pytest.fixture(scope="module")
 def says() -> Iterator[RewardFn]:
-    """Rewards what is right with 10 and everything with 1, unless the response has it do something else."""
+    """Yield a reward_fn that gives 10 for what is right and 1 for all, unless the response has it do something else."""
     correct = RewardConfig(name="correct", weight=10.0)
     with closing(reward_fn_of(correct, "helpers.reward_functions:says", timeout=0.5)) as says_fn:
         yield says_fn
@@ -213,10 +213,8 @@ def test_a_reward_that_is_no_number_or_huge_is_refused(capfd):
     bad_rewards = ["infinite", "words", "nothing", "huge"]
 
     with closing(reward_fn_of(reward_of("returns"))) as returns_fn:
-        assert (
-            returns_fn.scores([answer(word) for word in bad_rewards])
-            == [score(0.0, correct=False, error="invalid")] * 4
-        )
+        scores = returns_fn.scores([answer(word) for word in bad_rewards])
+    assert scores == [score(0.0, correct=False, error="invalid")] * 4
 
     error_output = capfd.readouterr().err
     assert error_output.count("Traceback") == 1  # once, and not for each answer
@@ -274,6 +272,7 @@ def test_each_async_call_has_a_limit_of_its_own():
 def test_a_process_that_async_calls_end_costs_what_was_undone(text, error):
     with closing(reward_fn_of(reward_of("judged", timeout=0.5))) as judged_fn:
         scores = judged_fn.scores([answer("fine"), answer(text), answer("fine")])
+
     assert scores[1] == score(0.0, correct=False, error=error)
     if text == "exit":  # a blocked process may take the others with it
         assert scores[0] == score(1.0, correct=False)
@@ -287,18 +286,15 @@ def test_a_function_with_a_parameter_responses_gets_batches():
 
 def test_a_failed_batch_costs_the_rewards_of_its_call():
     with closing(reward_fn_of(reward_of("batch", batch_size=3), workers=2)) as batch_fn:
-        assert batch_fn.scores([answer("none"), answer("")]) == [
-            score(0.0, correct=False, error="invalid"),
-            score(2.0, correct=False),
-        ]
-        assert (
-            batch_fn.scores([answer("raise"), answer("")]) == [score(0.0, correct=False, error="crash")] * 2
-        )  # one call
-        assert batch_fn.scores([answer("short"), answer("")]) == [score(0.0, correct=False, error="crash")] * 2
-        assert batch_fn.scores([answer("exit"), answer("")]) == [
-            score(0.0, correct=False, error="crash"),
-            score(1.0, correct=False),
-        ]
+        invalid_result = [score(0.0, correct=False, error="invalid"), score(2.0, correct=False)]
+        assert batch_fn.scores([answer("none"), answer("")]) == invalid_result
+
+        failed_call = [score(0.0, correct=False, error="crash")] * 2  # of both answers
+        assert batch_fn.scores([answer("raise"), answer("")]) == failed_call
+        assert batch_fn.scores([answer("short"), answer("")]) == failed_call
+
+        ended_process = [score(0.0, correct=False, error="crash"), score(1.0, correct=False)]  # each is tried alone
+        assert batch_fn.scores([answer("exit"), answer("")]) == ended_process
 
 
 def test_an_async_function_gets_batches_too():
@@ -373,7 +369,8 @@ def test_a_failed_reward_is_never_right_by_a_reward_threshold():
 
 def test_answers_are_not_verified_where_nothing_asks_for_it():
     with closing(reward_fn_of(reward_of("one"))) as plain_fn:
-        assert plain_fn.scores([answer(FINE), answer(BOMB)], None) == [Score(reward=1.0)] * 2
+        assert plain_fn.scores([answer(FINE), answer(BOMB)], verdict=None) == [Score(reward=1.0)] * 2
+
         assert plain_fn.scores([answer("#### 18"), answer("#### 19")]) == [
             score(1.0, correct=True),
             score(1.0, correct=False),
@@ -454,9 +451,9 @@ def test_a_function_sees_no_keys_but_those_that_it_is_given(monkeypatch):
             "OPENAI_API_KEY": 1,
             "CUDA_DEVICE_ORDER": 1,
         }
-        assert [result.value for result in pool.submit([says_item(f"sees {name}") for name in visible_counts])()] == [
-            *visible_counts.values()
-        ]
+        results = pool.submit([says_item(f"sees {name}") for name in visible_counts])()
+
+    assert [result.value for result in results] == [*visible_counts.values()]
 
 
 def test_a_pool_that_is_closed_while_it_scores_says_so():
@@ -472,7 +469,7 @@ def test_a_pool_that_is_closed_while_it_scores_says_so():
         results_of_batch()
 
 
-def test_verify_and_verify_all_are_in_the_package():
+def test_jackpot_verify_says_whether_answers_are_right():
     assert jackpot.verify(r"So it is $\boxed{\frac{1}{2}}$.", "0.5") is True
     assert jackpot.verify(r"\boxed{5} and #### 18", "18", finished=False) is False
 

@@ -62,6 +62,7 @@ def test_lengths_are_those_of_the_prompts(name, begins):
 def test_what_a_tokenizer_cannot_do_is_refused_with_the_way_out():
     with pytest.raises(DataError, match=r"^the tokenizer has no chat template; use `template: base`"):
         make_template("chat", text_tokenizer(chat=None))
+
     assert make_template("chat", text_tokenizer(chat=NO_SYSTEM)).text("1+1?").startswith("<|user|>")
     with pytest.raises(
         DataError, match=r"of system, user: no system role; leave `system_prompt` out .* `template: base`$"

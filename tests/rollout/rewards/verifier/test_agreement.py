@@ -40,7 +40,7 @@ def agreement() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def reward_fn():
-    """Gives 1 for what is right and 1 for the format."""
+    """Yield a reward_fn that gives 1 for what is right and 1 for the format."""
     published_fn = RewardFn([RewardConfig(name="correct"), RewardConfig(name="format")], workers=1, timeout=20.0)
     yield published_fn
     published_fn.close()

@@ -93,6 +93,7 @@ def test_another_choice_after_the_letter_is_wrong():
     assert is_right("A. 5, B", "(A)") is False
     assert is_right("(A)+1", "(A)") is False
     assert is_right("A. B", "(A)") is False
+
     for answer in ("(A) or (c)", "A) or option c", "(A) is wrong", "(A) is not it", "A. 5, (b)"):
         assert is_right(answer, "(A)") is False
     for answer in ("(A) salt and a lemon", "A. f(x) or g(x)", "(A) is the answer", "A: not possible"):
