@@ -36,21 +36,21 @@ AHEAD = ("batch.ahead=1", "iterations=3", *FEW, *SAVED)
 PATIENCE = 30.0  # seconds until a test gives up
 
 
-def rows(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What was trained on, by iteration."""
+def rollout_rows(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return the rows that were trained on, by iteration."""
     files = sorted((folder / "rollouts").glob("*.parquet"))
     return {int(path.stem.removeprefix("iteration-")): pq.read_table(path).to_pylist() for path in files}
 
 
-def prompts(folder: Path) -> list[str]:
-    """Of every group, in the order of training."""
-    uids = [row["uid"].split("/", 1)[1].split("#")[0] for batch in rows(folder).values() for row in batch]
+def prompt_uids(folder: Path) -> list[str]:
+    """Return the prompt of every group, in the order of training."""
+    uids = [row["uid"].split("/", 1)[1].split("#")[0] for batch in rollout_rows(folder).values() for row in batch]
     return list(dict.fromkeys(uids))
 
 
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `whole`, a run with the text of the iteration before, and `killed`, what a kill leaves of it."""
+    """Return the folder of `whole`, a run with text of the iteration before, and `killed`, what a kill leaves of it."""
     home = tmp_path_factory.mktemp("ahead")
     run_and_copy(small_config(*AHEAD), home / "whole", home / "killed", after=2)
     return home
@@ -61,33 +61,47 @@ def test_all_text_but_the_first_is_one_iteration_old(overrides: tuple[str, ...],
     folder = tmp_path if overrides else homes / "whole"
     if overrides:
         run(small_config(*AHEAD, *overrides), folder)
-    after = [0, *(load_state(folder / "checkpoints" / f"step-{n}")["version"][1] for n in range(1, 4))]
-    lines, steps = metrics(folder), after[1]
-    assert steps == (1 if overrides != ("batch.mini_batch_size=2",) else 2) and after == [n * steps for n in range(4)]
-    for iteration, batch in rows(folder).items():
-        written = after[max(0, iteration - 2)]
-        assert {version[1] for row in batch for version in row["versions"]} == {written}
-        lag = after[iteration - 1] - written  # at the first update; the last one of the iteration is steps - 1 later
-        assert lines[iteration]["lag/rollout_model_max"] == lag + steps - 1
+
+    # optimizer steps of the policy after each iteration
+    steps_after = [
+        0,
+        *(load_state(folder / "checkpoints" / f"step-{iteration}")["version"][1] for iteration in range(1, 4)),
+    ]
+    steps_per_iteration = steps_after[1]
+    assert steps_per_iteration == (2 if overrides else 1)
+    assert steps_after == [iteration * steps_per_iteration for iteration in range(4)]
+
+    metric_lines = metrics(folder)
+    for iteration, batch_rows in rollout_rows(folder).items():
+        written_step = steps_after[max(0, iteration - 2)]
+        assert {version[1] for row in batch_rows for version in row["versions"]} == {written_step}
+
+        lag = steps_after[iteration - 1] - written_step  # at the first update of the iteration
+        assert metric_lines[iteration]["lag/rollout_model_max"] == lag + steps_per_iteration - 1  # at the last one
+
         is_stale = iteration > 1  # the learner no longer has the weights that sampled the batch
-        assert (lines[iteration]["mismatch/engine_gap"] is None) == is_stale
+        assert (metric_lines[iteration]["mismatch/engine_gap"] is None) == is_stale
 
 
 def test_every_prompt_is_trained_on_once_and_in_the_same_order(homes: Path) -> None:
-    config, ahead = small_config(*AHEAD), homes / "whole"
+    config, folder = small_config(*AHEAD), homes / "whole"
     stream = PromptStream(make_task(config.task, load_tokenizer("starter:policy")), "train", config.seed)
-    assert prompts(ahead) == [prompt.uid for prompt in stream.next(6)]
-    assert [len(batch) for batch in rows(ahead).values()] == [4] * 3
-    assert all(row["uid"].startswith(f"{iteration}/") for iteration, batch in rows(ahead).items() for row in batch)
-    state = load_state(ahead / "checkpoints" / "last")
+
+    assert prompt_uids(folder) == [prompt.uid for prompt in stream.next(6)]
+    assert [len(batch_rows) for batch_rows in rollout_rows(folder).values()] == [4] * 3
+    for iteration, batch_rows in rollout_rows(folder).items():
+        assert all(row["uid"].startswith(f"{iteration}/") for row in batch_rows)
+
+    state = load_state(folder / "checkpoints" / "last")
     assert state["prompts"]["position"] == 6  # nothing is begun that no iteration will train on
 
 
 def test_dynamic_sampling_has_the_same_weights_in_all_rounds(tmp_path: Path) -> None:
     run(small_config(*AHEAD, "batch.filter_groups.max_num_gen_batches=4", "checkpoint.every=99"), tmp_path)
-    lines = metrics(tmp_path)[1:]
-    assert max(line["sampling/gen_batches"] for line in lines[1:]) > 1
-    assert [line["lag/rollout_model_max"] for line in lines] == [0, 1, 1]
+    metric_lines = metrics(tmp_path)[1:]
+
+    assert max(line["sampling/gen_batches"] for line in metric_lines[1:]) > 1
+    assert [line["lag/rollout_model_max"] for line in metric_lines] == [0, 1, 1]
 
 
 def test_a_tool_may_answer_what_was_begun_ahead(tmp_path: Path) -> None:
@@ -95,15 +109,18 @@ def test_a_tool_may_answer_what_was_begun_ahead(tmp_path: Path) -> None:
         small_config(*AHEAD, "batch.prompts=4", "sampling.max_new_tokens=24", "checkpoint.every=99", arm="tool"),
         tmp_path,
     )
-    lines = metrics(tmp_path)[1:]
-    assert [line["lag/rollout_model_max"] for line in lines] == [0, 1, 1]
-    assert all(line["response/tool_tokens"] > 0 for line in lines)
+    metric_lines = metrics(tmp_path)[1:]
+
+    assert [line["lag/rollout_model_max"] for line in metric_lines] == [0, 1, 1]
+    assert all(line["response/tool_tokens"] > 0 for line in metric_lines)
 
 
 def test_a_killed_run_trains_on_what_was_written_ahead(homes: Path) -> None:
     state = load_state(homes / "killed" / "checkpoints" / "last")
-    assert state["iteration"] == 2 and list(state["ahead"]) == [3]
+    assert state["iteration"] == 2
+    assert list(state["ahead"]) == [3]
     assert state["prompts"]["position"] == 6  # those of iteration 3 are drawn
+
     run(small_config(*AHEAD), homes / "killed")
     assert_same_run(homes / "whole", homes / "killed", ["policy", "rollout_model"])
 
@@ -111,16 +128,17 @@ def test_a_killed_run_trains_on_what_was_written_ahead(homes: Path) -> None:
 # Several batches ahead
 
 TINY = (*FEW, *SAVED, "iterations=6")
+FAST = (*TINY, "rollout_model.optimizer.learning_rate=1e-2", "evaluation.every=99", "checkpoint.every=99")
 
 
 def lag_of(iteration: int, ahead: int) -> int:
-    """Iterations that were finished since the weights that generate the batch.
+    """Return how many iterations were finished since the weights that generate the batch.
 
     Those of the start generate `ahead` batches after the first one; from then on half as many begin together.
     """
-    together = (ahead + 1) // 2
-    generated_after = max(0, together * ((iteration - ahead - 2) // together + 1))
-    return iteration - 1 - generated_after
+    batches_together = (ahead + 1) // 2
+    weights_iteration = max(0, batches_together * ((iteration - ahead - 2) // batches_together + 1))
+    return iteration - 1 - weights_iteration
 
 
 def run_and_copy_at(kills: Sequence[int], home: Path, *overrides: str, arm: str | None = None) -> Config:
@@ -135,36 +153,46 @@ def run_and_copy_at(kills: Sequence[int], home: Path, *overrides: str, arm: str 
     return config
 
 
-def assert_equal_ends(ours: Path, theirs: Path) -> None:
-    roles = [path.name for path in (ours / "checkpoints" / "last").iterdir() if path.is_dir()]
-    assert_same_run(ours, theirs, roles)
+def assert_equal_ends(folder: Path, other_folder: Path) -> None:
+    """Check that two runs ended with the same metrics and weights."""
+    roles = [path.name for path in (folder / "checkpoints" / "last").iterdir() if path.is_dir()]
+    assert_same_run(folder, other_folder, roles)
 
 
-def assert_bounded_and_killed_equal(home: Path, ahead: int, kills: Sequence[int] = ()) -> None:
-    config = run_and_copy_at(kills, home, f"batch.ahead={ahead}")
+def check_lags_and_prompts(folder: Path, ahead: int) -> None:
+    """Check that six iterations have the lags of `lag_of`, at most `ahead`, and train on each prompt once."""
     lags = [lag_of(iteration, ahead) for iteration in range(1, 7)]
     assert max(lags) == min(ahead, 5)
-    lines = metrics(home / "whole")[1:]
-    assert [line["lag/iterations"] for line in lines] == [line["lag/iterations_max"] for line in lines] == lags
-    for iteration, batch in rows(home / "whole").items():  # an optimizer step is an iteration
-        versions = {version[1] for row in batch for version in row["versions"]}
+
+    metric_lines = metrics(folder)[1:]
+    assert [line["lag/iterations"] for line in metric_lines] == lags
+    assert [line["lag/iterations_max"] for line in metric_lines] == lags
+
+    for iteration, batch_rows in rollout_rows(folder).items():  # an optimizer step is an iteration
+        versions = {version[1] for row in batch_rows for version in row["versions"]}
         assert versions == {iteration - 1 - lags[iteration - 1]}
-    trained = prompts(home / "whole")
-    state = load_state(home / "whole" / "checkpoints" / "last")
-    assert len(trained) == len(set(trained)) == 12 == state["prompts"]["position"]
-    for kill in kills:
-        run(config, home / f"{kill}")
-        assert_equal_ends(home / "whole", home / f"{kill}")
+
+    trained_uids = prompt_uids(folder)
+    state = load_state(folder / "checkpoints" / "last")
+    assert len(trained_uids) == 12  # two prompts an iteration
+    assert len(set(trained_uids)) == 12
+    assert state["prompts"]["position"] == 12
 
 
 def test_several_batches_ahead_are_within_the_bound(tmp_path: Path) -> None:
-    assert_bounded_and_killed_equal(tmp_path, 3)
+    run_and_copy_at([], tmp_path, "batch.ahead=3")
+    check_lags_and_prompts(tmp_path / "whole", ahead=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [3, 8])
 def test_a_kill_after_any_iteration_changes_nothing(ahead: int, tmp_path: Path) -> None:
-    assert_bounded_and_killed_equal(tmp_path, ahead, range(1, 6))
+    config = run_and_copy_at(range(1, 6), tmp_path, f"batch.ahead={ahead}")
+    check_lags_and_prompts(tmp_path / "whole", ahead)
+
+    for iteration in range(1, 6):
+        run(config, tmp_path / f"{iteration}")
+        assert_equal_ends(tmp_path / "whole", tmp_path / f"{iteration}")
 
 
 @pytest.mark.slow
@@ -180,46 +208,52 @@ def test_a_kill_after_any_iteration_changes_nothing(ahead: int, tmp_path: Path) 
 )
 def test_a_kill_changes_nothing_whoever_generates_what(overrides, arm, tmp_path: Path) -> None:
     config = run_and_copy_at([3], tmp_path, "batch.ahead=3", *overrides, arm=arm)
+
     run(config, tmp_path / "3")
+
     assert_equal_ends(tmp_path / "whole", tmp_path / "3")
-    assert 0.0 <= max(line["lag/iterations_max"] for line in metrics(tmp_path / "whole")[1:]) <= 3.0
+    largest_lag = max(line["lag/iterations_max"] for line in metrics(tmp_path / "whole")[1:])
+    assert 0.0 <= largest_lag <= 3.0
 
 
 @pytest.mark.slow
 def test_when_a_run_waits_for_its_batches_changes_nothing(tmp_path: Path) -> None:
     """At a checkpoint and before an evaluation all batches are completed, else each when its turn comes."""
     overrides = ("batch.filter_groups.max_num_gen_batches=3", "batch.group_size=3")
-    ours, theirs = tmp_path / "often", tmp_path / "seldom"
-    run(small_config(*TINY, "batch.ahead=3", *overrides), ours)
-    run(small_config(*TINY, "batch.ahead=3", *overrides, "checkpoint.every=99", "evaluation.every=99"), theirs)
-    mine, other = weights(ours, "policy"), weights(theirs, "policy")
-    assert all(torch.equal(mine[name], other[name]) for name in mine) and rows(ours) == rows(theirs)
+    often_folder, seldom_folder = tmp_path / "often", tmp_path / "seldom"
+
+    run(small_config(*TINY, "batch.ahead=3", *overrides), often_folder)
+    run(small_config(*TINY, "batch.ahead=3", *overrides, "checkpoint.every=99", "evaluation.every=99"), seldom_folder)
+
+    often_weights, seldom_weights = weights(often_folder, "policy"), weights(seldom_folder, "policy")
+    for name in often_weights:
+        assert torch.equal(often_weights[name], seldom_weights[name]), name
+    assert rollout_rows(often_folder) == rollout_rows(seldom_folder)
 
 
 def test_rollouts_are_checked_by_the_weights_that_wrote_them(tmp_path: Path, monkeypatch) -> None:
     """At this learning rate weights of another iteration would be taken for a broken engine."""
     monkeypatch.setattr(guards, "CHECKED_TOKENS", 64)
+
     run(small_config(*FAST, "batch.ahead=1", "iterations=3"), tmp_path)
-    events = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "engine_check"]
-    assert [event["iteration"] for event in events] == [1, 3]  # before and after the first weight update
-    assert max(event["mean_gap"] for event in events) < 1e-6
+
+    checks = [check for check in RunFolder(tmp_path).read("events.jsonl") if check["event"] == "engine_check"]
+    assert [check["iteration"] for check in checks] == [1, 3]  # before and after the first weight update
+    assert max(check["mean_gap"] for check in checks) < 1e-6
 
 
-FAST = (*TINY, "rollout_model.optimizer.learning_rate=1e-2", "evaluation.every=99", "checkpoint.every=99")
-
-
-class Deaf(TransformersEngine):
+class DeafEngine(TransformersEngine):
     """Says that it took the new weights, and goes on with the old ones."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: Version) -> str:
-        old = [(name, parameter.clone()) for name, parameter in self._weights.model.named_parameters()]
+        old_weights = [(name, parameter.clone()) for name, parameter in self._weights.model.named_parameters()]
         digest = super().update_weights(named_tensors, version)
-        super().update_weights(old, version)
+        super().update_weights(old_weights, version)
         return digest
 
 
-def test_an_engine_that_kept_its_old_weights_is_found(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Deaf)
+def test_an_engine_that_kept_its_old_weights_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", DeafEngine)
     with pytest.raises(EngineError, match="other weights"):
         run(small_config(*FAST, "batch.ahead=1", "iterations=3"), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] <= 2  # the first batch of new weights is that of iteration 3
@@ -232,18 +266,20 @@ class Overlap:
     """Lets the engine generate the second batch only when the learner trains, and the learner only when it does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.trains, self.engines, self.during = threading.Event(), [], []
-        train = JointLearner.train
+        self.trains = threading.Event()
+        self.engines = []
+        self.counts_while_training = []  # rollouts that the engine finished while the learner was at each iteration
+        plain_train = JointLearner.train
 
-        def watched(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
-            engine, written = self.engines[0], self.engines[0].finished
+        def train_beside_the_engine(learner: JointLearner, *arguments: Any, **keywords: Any) -> Any:
+            engine, count_before = self.engines[0], self.engines[0].finished
             self.trains.set()
-            if len(self.during) < 2:  # nothing is written ahead of the last iteration
-                assert engine.wait_for_more(written, PATIENCE)
-            self.during.append(engine.finished - written)
-            return train(learner, *arguments, **named)
+            if len(self.counts_while_training) < 2:  # nothing is written ahead of the last iteration
+                assert engine.wait_for_more(count_before, PATIENCE)
+            self.counts_while_training.append(engine.finished - count_before)
+            return plain_train(learner, *arguments, **keywords)
 
-        monkeypatch.setattr(JointLearner, "train", watched)
+        monkeypatch.setattr(JointLearner, "train", train_beside_the_engine)
         monkeypatch.setattr("jackpot.launch.engines.make_engine", self.make)
 
     def make(self, *arguments: Any) -> ThreadedEngine:
@@ -258,8 +294,11 @@ class Overlap:
 
 def test_the_engine_generates_while_the_learner_trains(homes: Path, tmp_path: Path, monkeypatch) -> None:
     overlap = Overlap(monkeypatch)
+
     run(small_config(*AHEAD), tmp_path)
-    assert len(overlap.during) == 3 and all(count > 0 for count in overlap.during[:2])
+
+    assert len(overlap.counts_while_training) == 3
+    assert all(count > 0 for count in overlap.counts_while_training[:2])
     assert_same_run(homes / "whole", tmp_path, ["policy", "rollout_model"])
 
 
@@ -267,24 +306,30 @@ def test_the_engine_generates_while_the_learner_trains(homes: Path, tmp_path: Pa
 def test_ctrl_c_while_a_batch_is_written_ends_the_run_cleanly(signals: int, tmp_path: Path, monkeypatch) -> None:
     """The first one after the iteration, with a checkpoint; the second one at once."""
     overlap = Overlap(monkeypatch)
-    train = JointLearner.train
+    plain_train = JointLearner.train
 
-    def interrupted(learner: JointLearner, *arguments: Any, **named: Any) -> Any:
-        results = train(learner, *arguments, **named)
-        if len(overlap.during) == 2:
+    def train_and_interrupt(learner: JointLearner, *arguments: Any, **keywords: Any) -> Any:
+        results = plain_train(learner, *arguments, **keywords)
+        if len(overlap.counts_while_training) == 2:
             for _ in range(signals):
                 signal.raise_signal(signal.SIGINT)
         return results
 
-    monkeypatch.setattr(JointLearner, "train", interrupted)
+    monkeypatch.setattr(JointLearner, "train", train_and_interrupt)
+
     with closing(launch(small_config(*AHEAD), tmp_path, lambda line: None)) as trainer:
         if signals == 1:
-            assert not trainer.train() and trainer.iteration == 2
+            assert not trainer.train()
+            assert trainer.iteration == 2
         else:
             with pytest.raises(KeyboardInterrupt):
                 trainer.train()
+
     assert not any(engine._thread.is_alive() for engine in overlap.engines)
+
     monkeypatch.undo()
     run(small_config(*AHEAD), tmp_path)
-    uids = [row["uid"] for row in chain(*rows(tmp_path).values())]
-    assert len(uids) == len(set(uids)) == 12 and len(prompts(tmp_path)) == 6
+    uids = [row["uid"] for row in chain(*rollout_rows(tmp_path).values())]
+    assert len(uids) == 12
+    assert len(set(uids)) == 12
+    assert len(prompt_uids(tmp_path)) == 6

@@ -1,4 +1,4 @@
-"""`jackpot eval` from within: what it asks, what it keeps, where it goes on."""
+"""`jackpot eval` from within: what it asks and keeps, where it goes on after a kill, and what it refuses."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ SHORT = ("iterations=2", "checkpoint.every=1", "batch.prompts=2", "evaluation.pr
 SMALL = {"benchmarks": ["arithmetic"], "k": 3, "problems": 10, "threads": 1, "sampling": {"max_new_tokens": 24}}
 
 
-def evaluation(folder: Path, *changes: dict, model: str = "starter:policy", kill_after: int | None = None):
+def run_evaluation(folder: Path, *changes: dict, model: str = "starter:policy", kill_after: int | None = None):
     """Evaluate until the end, or until so many answers are on the disk."""
 
     def listen(progress: EvaluationProgress) -> None:
@@ -54,109 +54,152 @@ def evaluation(folder: Path, *changes: dict, model: str = "starter:policy", kill
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score four responses at a time."""
     monkeypatch.setattr(evaluating, "_SCORE_BATCH", 4)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BenchmarkResult]:
-    """A folder with an undisturbed evaluation."""
+def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BenchmarkResult]:
+    """Return the folder and the result of an undisturbed evaluation."""
     folder = tmp_path_factory.mktemp("whole")
-    [result] = evaluation(folder)
+    [result] = run_evaluation(folder)
     return folder, result
 
 
-def rows(folder: Path, name: str = "arithmetic") -> list[dict]:
+@pytest.fixture
+def undisturbed_folder(undisturbed_run: tuple[Path, BenchmarkResult]) -> Path:
+    return undisturbed_run[0]
+
+
+def table_bytes(folder: Path) -> bytes:
+    return (folder / "arithmetic.parquet").read_bytes()
+
+
+def answer_rows(folder: Path, name: str = "arithmetic") -> list[dict]:
+    """Return the rows of the table of answers."""
     return pq.read_table(folder / f"{name}.parquet").to_pylist()
 
 
-def test_every_problem_is_answered_k_times_and_counted(whole) -> None:
-    folder, result = whole
+def test_every_problem_is_answered_k_times_and_counted(undisturbed_run) -> None:
+    folder, result = undisturbed_run
     task = make_task(small_config().task, load_tokenizer("starter:policy"))
     prompts = [task.prompt("test", index) for index in range(10)]
-    found = rows(folder)
-    assert [(row["uid"], row["sample"]) for row in found] == [(one.uid, j) for one in prompts for j in range(3)]
-    for row, prompt in zip(found, (one for one in prompts for _ in range(3)), strict=True):
+
+    rows = answer_rows(folder)
+    assert [(row["uid"], row["sample"]) for row in rows] == [
+        (prompt.uid, sample) for prompt in prompts for sample in range(3)
+    ]
+
+    for row, prompt in zip(rows, (prompt for prompt in prompts for _ in range(3)), strict=True):
         assert (row["prompt"], row["answer"], row["reward_error"]) == (prompt.text, prompt.answer, None)
         assert row["correct"] == (row["finish"] == "stop" and row["response"].partition("#")[2] == prompt.answer)
         assert row["reward"] == float(row["correct"])
         assert row["tokens"] == len(row["response"]) + (row["finish"] == "stop")  # one a character, and the end
-    right = [sum(row["correct"] for row in found[first : first + 3]) for first in range(0, 30, 3)]
-    assert 0 < sum(right) < 30
+
+    right_counts = [sum(row["correct"] for row in rows[start : start + 3]) for start in range(0, 30, 3)]
+    assert 0 < sum(right_counts) < 30
+
     summary = result.summary
     assert (summary.problems, summary.k, result.was_done) == (10, 3, False)
-    assert summary.mean_at_k.value == pytest.approx(sum(right) / 30)
-    pairs = [any(pair) for c in right for pair in combinations([True] * c + [False] * (3 - c), 2)]
-    assert summary.pass_at_k[2].value == pytest.approx(np.mean(pairs))
-    assert summary.pass_at_k[3].value == pytest.approx(np.mean([c > 0 for c in right]))
-    assert summary.tokens_total == sum(row["tokens"] for row in found)
-    assert summary.truncated == np.mean([row["finish"] == "length" for row in found])
-    written = json.loads((folder / "summary.json").read_text())["benchmarks"]["arithmetic"]
-    mean = written["mean_at_k"]
-    assert mean["low"] <= mean["value"] == summary.mean_at_k.value <= mean["high"]
-    assert written["pass_at_k"]["3"]["value"] == summary.pass_at_k[3].value
+    assert summary.mean_at_k.value == pytest.approx(sum(right_counts) / 30)
+
+    # whether a right answer is in each pair of the three answers
+    is_any_right = [
+        any(pair) for count in right_counts for pair in combinations([True] * count + [False] * (3 - count), 2)
+    ]
+    assert summary.pass_at_k[2].value == pytest.approx(np.mean(is_any_right))
+    assert summary.pass_at_k[3].value == pytest.approx(np.mean([count > 0 for count in right_counts]))
+
+    assert summary.tokens_total == sum(row["tokens"] for row in rows)
+    assert summary.truncated == np.mean([row["finish"] == "length" for row in rows])
+
+    summary_row = json.loads((folder / "summary.json").read_text())["benchmarks"]["arithmetic"]
+    mean_row = summary_row["mean_at_k"]
+    assert mean_row["value"] == summary.mean_at_k.value
+    assert mean_row["low"] <= mean_row["value"] <= mean_row["high"]
+    assert summary_row["pass_at_k"]["3"]["value"] == summary.pass_at_k[3].value
 
 
-def test_answers_depend_neither_on_concurrency_nor_on_k(whole, tmp_path: Path) -> None:
-    evaluation(tmp_path / "few", {"engine": {"max_num_seqs": 5}, "problems": 7})
-    assert rows(tmp_path / "few") == rows(whole[0])[:21]
-    evaluation(tmp_path / "one", {"k": 1, "problems": 7})
-    assert rows(tmp_path / "one") == [row for row in rows(whole[0]) if row["sample"] == 0][:7]
-    evaluation(tmp_path / "seed", {"seed": 1, "problems": 7})
-    assert rows(tmp_path / "seed") != rows(tmp_path / "few")
+def test_answers_depend_on_the_seed_not_on_concurrency_or_k(undisturbed_folder, tmp_path: Path) -> None:
+    run_evaluation(tmp_path / "few", {"engine": {"max_num_seqs": 5}, "problems": 7})
+    assert answer_rows(tmp_path / "few") == answer_rows(undisturbed_folder)[:21]
+
+    run_evaluation(tmp_path / "single", {"k": 1, "problems": 7})
+    first_samples = [row for row in answer_rows(undisturbed_folder) if row["sample"] == 0]
+    assert answer_rows(tmp_path / "single") == first_samples[:7]
+
+    run_evaluation(tmp_path / "seed", {"seed": 1, "problems": 7})
+    assert answer_rows(tmp_path / "seed") != answer_rows(tmp_path / "few")
 
 
 @pytest.mark.parametrize("kills", [[1], [12, 20]])
-def test_a_killed_evaluation_ends_byte_for_byte_the_same(kills, whole, tmp_path: Path) -> None:
+def test_a_killed_evaluation_ends_byte_for_byte_the_same(kills, undisturbed_run, tmp_path: Path) -> None:
+    undisturbed_folder, undisturbed_result = undisturbed_run
     for kill in kills:
         with pytest.raises(Killed):
-            evaluation(tmp_path, kill_after=kill)
+            run_evaluation(tmp_path, kill_after=kill)
         assert not (tmp_path / "arithmetic.parquet").exists()
+
     lines = (tmp_path / "arithmetic.jsonl").read_text().splitlines()
     assert kills[-1] <= len(lines) < 30
-    asked: list[EvaluationProgress] = []
-    [result] = evaluate_model(evaluation_config("starter:policy", [SMALL]), tmp_path, asked.append)
-    assert asked[-1].done == asked[-1].total == 30 and asked[-1].fresh == 30 - len(lines)
-    assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
-    assert (tmp_path / "summary.json").read_bytes() == (whole[0] / "summary.json").read_bytes()
-    assert result.summary == whole[1].summary
+
+    progress_list: list[EvaluationProgress] = []
+    [result] = evaluate_model(evaluation_config("starter:policy", [SMALL]), tmp_path, progress_list.append)
+    assert progress_list[-1].done == 30
+    assert progress_list[-1].total == 30
+    assert progress_list[-1].fresh == 30 - len(lines)
+
+    assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
+    assert (tmp_path / "summary.json").read_bytes() == (undisturbed_folder / "summary.json").read_bytes()
+    assert result.summary == undisturbed_result.summary
     assert not (tmp_path / "arithmetic.jsonl").exists()
 
 
-def test_a_torn_or_foreign_line_is_asked_again(whole, tmp_path: Path, caplog) -> None:
+def test_a_torn_or_foreign_line_is_asked_again(undisturbed_folder, tmp_path: Path, caplog) -> None:
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=15)
+        run_evaluation(tmp_path, kill_after=15)
+
     path = tmp_path / "arithmetic.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
-    foreign = [b'{"number": 99, "sample": 0}\n', b"\x00\xff\n", b"[]\n"]
-    path.write_bytes(b"".join([*lines[:5], *foreign, *lines[6:-1], lines[-1][:-9]]))
+    foreign_lines = [b'{"number": 99, "sample": 0}\n', b"\x00\xff\n", b"[]\n"]
+    path.write_bytes(b"".join([*lines[:5], *foreign_lines, *lines[6:-1], lines[-1][:-9]]))
     (tmp_path / f"arithmetic.parquet{PARTIAL}").write_bytes(b"half of one")
-    evaluation(tmp_path)
-    assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
+
+    run_evaluation(tmp_path)
+
+    assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
     assert "3 lines cannot be read" in caplog.text
 
 
-def test_a_kill_before_or_after_the_table_costs_nothing(whole, tmp_path: Path) -> None:
+def test_a_kill_before_or_after_the_table_costs_nothing(undisturbed_folder, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=30)
-    evaluation(tmp_path, {"device": "cuda"}, kill_after=0)  # nothing is asked, so no engine is made there
-    assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
+        run_evaluation(tmp_path, kill_after=30)
+
+    run_evaluation(tmp_path, {"device": "cuda"}, kill_after=0)  # nothing is asked, so no engine is made there
+    assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
+
     (tmp_path / "arithmetic.jsonl").write_text("left over")
-    [result] = evaluation(tmp_path, kill_after=0)  # nothing is asked
-    assert result.was_done and not (tmp_path / "arithmetic.jsonl").exists()
+    [result] = run_evaluation(tmp_path, kill_after=0)  # nothing is asked
+    assert result.was_done
+    assert not (tmp_path / "arithmetic.jsonl").exists()
 
 
-def test_a_finished_evaluation_loads_no_engine(whole, tmp_path: Path) -> None:
-    folder, result = whole
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+def test_a_finished_evaluation_loads_no_engine(undisturbed_run, tmp_path: Path) -> None:
+    folder, result = undisturbed_run
+    files_before = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
     servers = {"engine": {"urls": ["http://127.0.0.1:1"], "weights_folder": str(tmp_path)}}  # no server there
+
     with pytest.raises(CheckpointError, match=r"engine\.name"):
-        evaluation(folder, {"engine": "vllm_server"}, servers)
-    [again] = evaluation(folder, kill_after=0)
-    assert again.was_done and again.summary == result.summary
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"} == before
+        run_evaluation(folder, {"engine": "vllm_server"}, servers)
+
+    [second_result] = run_evaluation(folder, kill_after=0)
+
+    assert second_result.was_done
+    assert second_result.summary == result.summary
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"} == files_before
 
 
-OTHER = {
+CHANGES = {  # settings that decide the answers, each with a change and the text of its refusal
     "k": ({"k": 4}, "k: 3 in the folder, 4 now"),
     "sampling": ({"sampling": {"temperature": 0.5}}, "sampling.temperature: 1.0 in the folder, 0.5 now"),
     "seed": ({"seed": 5}, "seed: 0 in the folder, 5 now"),
@@ -166,100 +209,119 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("case", OTHER)
-def test_what_decides_the_answers_may_not_change(case: str, whole) -> None:
-    change, expected = OTHER[case]
-    before = (whole[0] / "config.yaml").read_bytes()
-    with pytest.raises(CheckpointError) as refused:
-        evaluation(whole[0], change)
-    assert expected in str(refused.value) and "--out" in str(refused.value)
-    assert (whole[0] / "config.yaml").read_bytes() == before
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_decides_the_answers_may_not_change(case: str, undisturbed_folder) -> None:
+    change, message = CHANGES[case]
+    config_before = (undisturbed_folder / "config.yaml").read_bytes()
+
+    with pytest.raises(CheckpointError) as refusal:
+        run_evaluation(undisturbed_folder, change)
+
+    assert message in str(refusal.value)
+    assert "--out" in str(refusal.value)
+    assert (undisturbed_folder / "config.yaml").read_bytes() == config_before
 
 
-def test_another_model_in_the_same_folder_is_refused(whole) -> None:
+def test_another_model_in_the_same_folder_is_refused(undisturbed_folder) -> None:
     with pytest.raises(CheckpointError, match="model_digest"):
-        evaluation(whole[0], model="starter:rollout_model")
+        run_evaluation(undisturbed_folder, model="starter:rollout_model")
 
 
-def test_how_answers_are_made_may_change_and_sets_may_be_added(whole, tmp_path: Path) -> None:
+def test_how_answers_are_made_may_change_and_sets_may_be_added(undisturbed_folder, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=15)
-    evaluation(tmp_path, {"engine": {"max_num_seqs": 7}, "device": "cpu", "math": {"reward_workers": 3}})
-    assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
-    [result] = evaluation(tmp_path, {"benchmarks": "tool_arithmetic"})
-    written = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]
-    assert list(written) == ["arithmetic", "tool_arithmetic"]
-    assert result.benchmark == "tool_arithmetic" and {row["sample"] for row in rows(tmp_path, "tool_arithmetic")} == {
-        0,
-        1,
-        2,
-    }
+        run_evaluation(tmp_path, kill_after=15)
+
+    run_evaluation(tmp_path, {"engine": {"max_num_seqs": 7}, "device": "cpu", "math": {"reward_workers": 3}})
+    assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
+
+    [result] = run_evaluation(tmp_path, {"benchmarks": "tool_arithmetic"})
+    summaries = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]
+    assert list(summaries) == ["arithmetic", "tool_arithmetic"]
+    assert result.benchmark == "tool_arithmetic"
+    assert {row["sample"] for row in answer_rows(tmp_path, "tool_arithmetic")} == {0, 1, 2}
 
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path) -> None:
     def listen(progress: EvaluationProgress) -> None:
         with pytest.raises(CheckpointError, match="in use"):
-            evaluation(tmp_path)
+            run_evaluation(tmp_path)
 
     evaluate_model(evaluation_config("starter:policy", [SMALL, {"problems": 2}]), tmp_path, listen)
 
 
-def test_a_full_disk_ends_it_and_the_next_start_goes_on(whole, tmp_path: Path) -> None:
+def test_a_full_disk_ends_an_evaluation_and_the_next_goes_on(undisturbed_folder, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write .*arithmetic\.jsonl.*to continue"), largest_file(3000):
-        evaluation(tmp_path)
+        run_evaluation(tmp_path)
     assert 0 < (tmp_path / "arithmetic.jsonl").stat().st_size <= 3000
-    evaluation(tmp_path)
-    assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
+
+    run_evaluation(tmp_path)
+    assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
 
 
-def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(whole, tmp_path: Path) -> None:
+def test_no_table_is_written_while_answers_are_missing(tmp_path: Path) -> None:
     file = AnswerFile(tmp_path, "set", problems=1, k=1)
     with pytest.raises(CheckpointError, match="lacks 1 of 1 responses"):
-        file.finish(lambda number: None, {})
+        file.finish(lambda index: None, {})
+
+
+def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(undisturbed_folder, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        evaluation(tmp_path, kill_after=30)
+        run_evaluation(tmp_path, kill_after=30)
+
     size = (tmp_path / "arithmetic.jsonl").stat().st_size
     with pytest.raises(CheckpointError, match=r"cannot write .*arithmetic\.parquet"), largest_file(2000):
-        evaluation(tmp_path)
+        run_evaluation(tmp_path)
     assert (tmp_path / "arithmetic.jsonl").stat().st_size == size
     assert not list(tmp_path.glob("*.parquet*"))
-    evaluation(tmp_path)
-    assert rows(tmp_path) == rows(whole[0])
+
+    run_evaluation(tmp_path)
+    assert answer_rows(tmp_path) == answer_rows(undisturbed_folder)
 
 
 @pytest.mark.slow
-def test_a_kill_costs_what_was_not_scored(whole, tmp_path: Path) -> None:
+def test_a_kill_costs_what_was_not_scored(undisturbed_folder, tmp_path: Path) -> None:
     command = "from jackpot.rollout import evaluate; evaluate._SCORE_BATCH = 4; from jackpot.ui.cli import main; main()"
     arguments = ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "3", "--out", str(tmp_path)]
     settings = ["problems=10", "threads=1", "sampling.max_new_tokens=24"]
+
     process = subprocess.Popen([sys.executable, "-c", command, *arguments, *settings], stdout=subprocess.DEVNULL)
+
     deadline = time.monotonic() + 200
     while process.poll() is None and not (tmp_path / "arithmetic.jsonl").exists():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (tmp_path / "config.yaml").exists()
-    evaluation(tmp_path)
-    assert (tmp_path / "arithmetic.parquet").read_bytes() == (whole[0] / "arithmetic.parquet").read_bytes()
+
+    run_evaluation(tmp_path)
+    assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
 
 
 def test_of_a_run_the_best_policy_is_taken_and_its_own_settings(tmp_path: Path, caplog) -> None:
     folder = tmp_path / "run"
     run(small_config(*SHORT, "task.max_operand=30", "sampling.temperature=0.7"), folder)
+
     checkpoints = folder / "checkpoints"
     (checkpoints / "best").unlink()
     (checkpoints / "best").symlink_to("step-1")
     assert resolve_model_path(str(folder)) == str(checkpoints / "step-1" / "policy")
+
     changes = [{"benchmarks": "arithmetic", "problems": 3}]
     config = evaluation_config(str(folder), changes)
-    assert (config.arithmetic.max_operand, config.sampling.temperature, config.sampling.max_new_tokens) == (30, 0.7, 24)
+    assert config.arithmetic.max_operand == 30
+    assert config.sampling.temperature == 0.7
+    assert config.sampling.max_new_tokens == 24
     assert evaluation_config(str(folder), [*changes, {"sampling": {"temperature": 1.0}}]).sampling.temperature == 1.0
+
     [result] = evaluate_model(config, tmp_path / "out", lambda progress: None)
     assert result.summary.problems == 3
+
     (checkpoints / "step-1" / "policy" / "model.safetensors").write_bytes(b"")
     assert resolve_model_path(str(folder)) == str(checkpoints / "step-2" / "policy")
     assert "step-1" in caplog.text
+
     with pytest.raises(CheckpointError, match="model_digest"):
         evaluate_model(config, tmp_path / "out", lambda progress: None)
 
@@ -270,15 +332,19 @@ def test_a_run_without_a_checkpoint_says_when_there_is_one(finished_run: Finishe
 
 
 def test_bad_input_says_what_there_is() -> None:
-    with pytest.raises(DataError, match="did you mean 'arithmetic'") as refused:
+    with pytest.raises(DataError, match="did you mean 'arithmetic'") as refusal:
         evaluation_config("starter:policy", [{"benchmarks": "arithmetc"}])
-    assert all(name in str(refused.value) for name in SETS)
+    assert all(name in str(refusal.value) for name in SETS)
+
     with pytest.raises(ConfigError, match=r"no benchmark was named.*aime24"):
         evaluation_config("starter:policy", [])
+
     with pytest.raises(DataError, match="named twice"):
         evaluation_config("starter:policy", [{"benchmarks": ["arithmetic", "arithmetic"]}])
+
     with pytest.raises(ConfigError, match="k: 0 was given"):
         evaluation_config("starter:policy", [SMALL, {"k": 0}])
+
     with pytest.raises(ConfigError, match=r"did you mean 'sampling\.temperature'"):
         evaluation_config("starter:policy", [SMALL, {"sampling": {"temprature": 1.0}}])
 
@@ -292,64 +358,84 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_benchmarks_are_read_put_and_scored_as_the_settings_say(text_model, tmp_path: Path, monkeypatch) -> None:
+def test_math_benchmarks_are_asked_and_scored_by_their_settings(text_model, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     write_problems(tmp_path / "aime24.jsonl", [7, 8, 9])
     write_problems(tmp_path / "math500.jsonl", ["1/2", "\\sqrt{2}"])
-    math = {"system_prompt": "Hi.", "instruction": "", "rewards": ["correct", {"name": "format", "weight": 0.5}]}
-    changes = {"benchmarks": "aime24", "k": 2, "problems": None, "math": math, "sampling": {"max_new_tokens": 12}}
-    [result] = evaluation(tmp_path / "out", changes, {"benchmarks": ["aime24", "math500"]}, model=text_model)[:1]
-    found = rows(tmp_path / "out", "aime24")
-    assert [row["uid"] for row in found] == [f"aime24/test/{number}" for number in (0, 0, 1, 1, 2, 2)]
-    assert found[2]["prompt"] == "<|system|>Hi.<|end|><|user|>what is 1?<|end|><|assistant|>"
-    assert (found[2]["answer"], result.summary.problems) == ("8", 3)
+    math_settings = {
+        "system_prompt": "Hi.",
+        "instruction": "",
+        "rewards": ["correct", {"name": "format", "weight": 0.5}],
+    }
+    changes = {
+        "benchmarks": "aime24",
+        "k": 2,
+        "problems": None,
+        "math": math_settings,
+        "sampling": {"max_new_tokens": 12},
+    }
+
+    [result] = run_evaluation(tmp_path / "out", changes, {"benchmarks": ["aime24", "math500"]}, model=text_model)[:1]
+    rows = answer_rows(tmp_path / "out", "aime24")
+
+    assert [row["uid"] for row in rows] == [f"aime24/test/{index}" for index in (0, 0, 1, 1, 2, 2)]
+    assert rows[2]["prompt"] == "<|system|>Hi.<|end|><|user|>what is 1?<|end|><|assistant|>"
+    assert rows[2]["answer"] == "8"
+    assert result.summary.problems == 3
+
     reward_fn = RewardFn(
         [RewardConfig(name="correct"), RewardConfig(name="format", weight=0.5)], workers=1, timeout=5.0
     )
     with closing(reward_fn):
-        for row in found + rows(tmp_path / "out", "math500"):
+        for row in rows + answer_rows(tmp_path / "out", "math500"):
             prompt = Prompt(uid="", text="", answer=row["answer"], token_ids=())
-            [score] = reward_fn.scores([DecodedResponse(prompt, row["response"], row["finish"] == "stop")])
+            [score] = reward_fn.scores([DecodedResponse(prompt, row["response"], finished=row["finish"] == "stop")])
             assert (row["correct"], row["reward"]) == (score.correct, score.reward)
-    assert {row["tokens"] for row in found} <= set(range(1, 13)) and any(row["finish"] == "length" for row in found)
+
+    assert {row["tokens"] for row in rows} <= set(range(1, 13))
+    assert any(row["finish"] == "length" for row in rows)
 
 
 def test_a_prompt_that_fills_the_context_is_refused_at_once(text_model, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
     write_problems(tmp_path / "aime24.jsonl", [1, 2], problem=["short", "long " * 300])
     with pytest.raises(DataError, match=r"aime24: the prompt of aime24/test/1 has \d+ tokens, and the context"):
-        evaluation(tmp_path / "out", {"benchmarks": "aime24"}, model=text_model)
+        run_evaluation(tmp_path / "out", {"benchmarks": "aime24"}, model=text_model)
     assert not (tmp_path / "out" / "aime24.jsonl").exists()
 
 
-def test_an_endless_set_is_cut_and_a_finite_one_is_whole(tmp_path: Path) -> None:
-    [result] = evaluation(tmp_path, {"k": 1, "problems": None, "sampling": {"max_new_tokens": 1}})
-    assert result.summary.problems == ENDLESS == 512
+def test_an_endless_set_is_cut_at_512_problems(tmp_path: Path) -> None:
+    [result] = run_evaluation(tmp_path, {"k": 1, "problems": None, "sampling": {"max_new_tokens": 1}})
+    assert ENDLESS == 512
+    assert result.summary.problems == ENDLESS
 
 
-class Watched:
+class WatchedEngine:
     """A real engine, and how many requests were under way at most."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.under_way, self.most, self.submitted = engine, 0, 0, Counter()
+        self._engine = engine
+        self.under_way = self.most = 0
+        self.submitted = Counter()
 
     def __getattr__(self, name: str):
         return getattr(self._engine, name)
 
     def submit(self, requests) -> None:
         self._engine.submit(requests)
-        self.submitted.update(one.uid for one in requests)
+        self.submitted.update(request.uid for request in requests)
         self.under_way += len(requests)
         self.most = max(self.most, self.under_way)
 
-    def collect(self, *arguments, **named) -> list[Rollout]:
-        ended = self._engine.collect(*arguments, **named)
-        self.under_way -= len(ended)
-        return ended
+    def collect(self, *arguments, **keywords) -> list[Rollout]:
+        finished_rollouts = self._engine.collect(*arguments, **keywords)
+        self.under_way -= len(finished_rollouts)
+        return finished_rollouts
 
 
 @contextmanager
 def starter_engine():
+    """Yield a real engine of the starter policy."""
     settings = TransformersEngineConfig()
     with closing(make_engine(settings, "starter:policy", torch.device("cpu"), Version(0, 0))) as engine:
         yield engine
@@ -360,31 +446,40 @@ def test_answers_come_once_each_with_few_under_way(name: str) -> None:
     tokenizer = load_tokenizer("starter:policy")
     task = make_task(getattr(evaluation_config("starter:policy", [SMALL]), name), tokenizer)
     prompts = [task.prompt("test", index) for index in range(23)]
-    drawn = 0
+    drawn_count = 0
 
     def requests():
-        nonlocal drawn
+        nonlocal drawn_count
         for prompt in prompts:
-            drawn += 1
+            drawn_count += 1
             yield eval_request(prompt, 0, Sampling(max_new_tokens=24), seed=0)
 
-    with starter_engine() as plain:
-        engine = Watched(plain)
+    with starter_engine() as plain_engine:
+        engine = WatchedEngine(plain_engine)
         groups = generate_and_score(engine, task, tokenizer, requests(), concurrency=5)
-        first = next(groups)
-        assert len(first) == 4 and drawn <= 10
-        found = {item.rollout.uid: item for group in [first, *groups] for item in group}
-        assert engine.most <= 10 and set(engine.submitted.values()) == {1}
-        expected = evaluate(plain, task, tokenizer, prompts, Sampling(max_new_tokens=24), seed=0, k=1)
-    assert [one.uid for one in expected.rollouts] == [f"eval/{prompt.uid}" for prompt in prompts]
-    assert len(found) == 23
-    for rollout, response, score in zip(expected.rollouts, expected.responses, expected.scores, strict=True):
-        assert (found[rollout.uid].response, found[rollout.uid].score) == (response, score)
+
+        first_group = next(groups)
+        assert len(first_group) == 4
+        assert drawn_count <= 10
+
+        item_by_uid = {item.rollout.uid: item for group in [first_group, *groups] for item in group}
+        assert engine.most <= 10
+        assert set(engine.submitted.values()) == {1}
+
+        whole_evaluation = evaluate(plain_engine, task, tokenizer, prompts, Sampling(max_new_tokens=24), seed=0, k=1)
+
+    assert [rollout.uid for rollout in whole_evaluation.rollouts] == [f"eval/{prompt.uid}" for prompt in prompts]
+    assert len(item_by_uid) == 23
+    for rollout, response, score in zip(
+        whole_evaluation.rollouts, whole_evaluation.responses, whole_evaluation.scores, strict=True
+    ):
+        assert (item_by_uid[rollout.uid].response, item_by_uid[rollout.uid].score) == (response, score)
 
 
 def test_every_sample_of_every_set_has_a_stream_of_its_own() -> None:
     task = make_task(small_config().task, load_tokenizer("starter:policy"))
     prompts = [task.prompt("test", index) for index in range(5)]
+
     seeds = [
         eval_request(prompt, sample, Sampling(), seed, name).seed
         for prompt in prompts
@@ -392,4 +487,6 @@ def test_every_sample_of_every_set_has_a_stream_of_its_own() -> None:
         for seed in (0, 1)
         for name in ("", "arithmetic", "gsm8k")
     ]
-    assert len(set(seeds)) == len(seeds) == 120
+
+    assert len(seeds) == 120  # 5 prompts, 4 samples, 2 seeds, 3 sets
+    assert len(set(seeds)) == 120

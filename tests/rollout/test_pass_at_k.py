@@ -1,4 +1,4 @@
-"""mean@k, pass@k and their intervals, against enumeration and another way to compute them."""
+"""mean@k, pass@k and their intervals, checked against enumeration and against other ways to compute them."""
 
 import itertools
 import math
@@ -18,9 +18,9 @@ from jackpot.rollout.pass_at_k import (
 )
 
 
-def by_subsets(samples: int, right: int, k: int) -> float:
-    """The share of the subsets of k answers with a right one among them, each subset looked at."""
-    answers = [True] * right + [False] * (samples - right)
+def share_of_passing_subsets(samples: int, right_count: int, k: int) -> float:
+    """Return the share of the subsets of k answers with a right one among them, each subset looked at."""
+    answers = [True] * right_count + [False] * (samples - right_count)
     subsets = list(itertools.combinations(answers, k))
     return sum(any(subset) for subset in subsets) / len(subsets)
 
@@ -28,31 +28,36 @@ def by_subsets(samples: int, right: int, k: int) -> float:
 @pytest.mark.parametrize("samples", range(1, 9))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples: int) -> None:
     for k in range(1, samples + 1):
-        expected = [by_subsets(samples, right, k) for right in range(samples + 1)]
+        expected = [share_of_passing_subsets(samples, right_count, k) for right_count in range(samples + 1)]
         assert pass_probabilities(samples, k) == pytest.approx(expected, abs=1e-15)
 
 
 def test_pass_at_k_is_unbiased() -> None:
     """Its expectation over the answers of a model that is right with chance p is 1 - (1 - p)^k, for every n."""
-    for samples, k, p in itertools.product((4, 7, 16), (1, 3, 4), (0.0, 0.03, 0.4, 0.95, 1.0)):
-        chances = [math.comb(samples, c) * p**c * (1 - p) ** (samples - c) for c in range(samples + 1)]
-        assert np.dot(chances, pass_probabilities(samples, k)) == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+    for samples, k, chance in itertools.product((4, 7, 16), (1, 3, 4), (0.0, 0.03, 0.4, 0.95, 1.0)):
+        probabilities = [
+            math.comb(samples, count) * chance**count * (1 - chance) ** (samples - count)
+            for count in range(samples + 1)
+        ]
+
+        assert np.dot(probabilities, pass_probabilities(samples, k)) == pytest.approx(1 - (1 - chance) ** k, abs=1e-12)
 
 
 def test_pass_at_k_is_the_product_form_of_huge_binomials() -> None:
     """The product of Chen et al.'s figure 3, in logarithms; C(2048, 1024) has no float."""
     samples, k = 2048, 1024
     probabilities = pass_probabilities(samples, k)
-    for right in (0, 1, 5, 40, 1023, 1024, 2048):
-        left = [math.log1p(-k / i) for i in range(samples - right + 1, samples + 1) if i > k]
-        expected = 1.0 if samples - right < k else -math.expm1(math.fsum(left))
-        assert probabilities[right] == pytest.approx(expected, rel=1e-9, abs=1e-300)
+    for right_count in (0, 1, 5, 40, 1023, 1024, 2048):
+        log_factors = [math.log1p(-k / i) for i in range(samples - right_count + 1, samples + 1) if i > k]
+        expected = 1.0 if samples - right_count < k else -math.expm1(math.fsum(log_factors))
+
+        assert probabilities[right_count] == pytest.approx(expected, rel=1e-9, abs=1e-300)
 
 
 def test_pass_at_one_is_the_mean_and_pass_at_n_the_share_of_any() -> None:
-    right = np.array([0, 1, 5, 6, 6, 2])
-    passes = pass_at_k(right, 6)
-    assert passes[1] == estimate_mean(right / 6)
+    right_counts = np.array([0, 1, 5, 6, 6, 2])
+    passes = pass_at_k(right_counts, 6)
+    assert passes[1] == estimate_mean(right_counts / 6)
     assert passes[6].value == pytest.approx(5 / 6)
     assert list(passes) == [1, 2, 4, 6]
 
@@ -72,55 +77,65 @@ def test_a_k_beyond_the_answers_is_refused_with_their_number(k: int) -> None:
 
 def test_one_response_a_problem_gives_wilsons_interval() -> None:
     """The bounds solve |m - mean| = t sqrt(m (1 - m) / n), with Student's t of 39 degrees of freedom from a table."""
-    found, n = (
-        estimate_mean(np.array([1.0] * 6 + [0.0] * 34)),
-        40 * 41 / 42,
-    )  # two problems of the same spread are added
-    for bound in (found.low, found.high):
-        assert abs(bound - 0.15) == pytest.approx(2.0227 * math.sqrt(bound * (1 - bound) / n), rel=1e-3)
+    problem_count = 40 * 41 / 42  # two problems of the same spread are added
+
+    estimate = estimate_mean(np.array([1.0] * 6 + [0.0] * 34))
+
+    for bound in (estimate.low, estimate.high):
+        assert abs(bound - 6 / 40) == pytest.approx(2.0227 * math.sqrt(bound * (1 - bound) / problem_count), rel=1e-3)
 
 
 @pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (2, 4.3027), (5, 2.5706), (29, 2.0452)])
 def test_few_problems_have_students_quantile(degrees: int, quantile: float) -> None:
     """All wrong: N is the number of problems, and the upper bound t^2 / (N + t^2)."""
-    found = estimate_mean(np.zeros(degrees + 1, dtype=np.int64) / 4)
-    assert (found.value, found.low) == (0.0, 0.0)
-    assert found.high == pytest.approx(quantile**2 / (degrees + 1 + quantile**2), rel=0.02)
+    estimate = estimate_mean(np.zeros(degrees + 1, dtype=np.int64) / 4)
+    assert (estimate.value, estimate.low) == (0.0, 0.0)
+    assert estimate.high == pytest.approx(quantile**2 / (degrees + 1 + quantile**2), rel=0.02)
 
 
 def test_the_interval_of_many_problems_is_the_normal_one() -> None:
-    draw = np.random.default_rng(5)
-    right = draw.binomial(8, draw.uniform(size=2000))
-    found = estimate_mean(right / 8)
-    error = np.std(right / 8) / math.sqrt(2000)
-    assert standard_error(right / 8) == pytest.approx(error, rel=0.005)
-    assert found.low == pytest.approx(found.value - 1.96 * error, abs=0.05 * error)
-    assert found.high == pytest.approx(found.value + 1.96 * error, abs=0.05 * error)
+    random_state = np.random.default_rng(5)
+    right_counts = random_state.binomial(8, random_state.uniform(size=2000))
+
+    estimate = estimate_mean(right_counts / 8)
+    error = np.std(right_counts / 8) / math.sqrt(2000)
+
+    assert standard_error(right_counts / 8) == pytest.approx(error, rel=0.005)
+    assert estimate.low == pytest.approx(estimate.value - 1.96 * error, abs=0.05 * error)
+    assert estimate.high == pytest.approx(estimate.value + 1.96 * error, abs=0.05 * error)
 
 
 @pytest.mark.parametrize(("truth", "spread", "k"), [(0.03, 2.0, 4), (0.1, 0.5, 16), (0.2, 2.0, 1), (0.97, 2.0, 4)])
 def test_the_interval_of_30_problems_covers_what_it_says(truth: float, spread: float, k: int) -> None:
     """600 sets of problems whose accuracy is known; a percentile bootstrap holds the first truth in 77 of 100 sets."""
-    draw = np.random.default_rng(11)
-    chances = draw.beta(truth * spread, (1.0 - truth) * spread, size=(600, 30))
-    found = [estimate_mean(right / k) for right in draw.binomial(k, chances)]
-    held = sum(one.low <= truth <= one.high for one in found) / len(found)
-    assert 0.91 <= held <= 0.995
+    random_state = np.random.default_rng(11)
+    chances = random_state.beta(truth * spread, (1.0 - truth) * spread, size=(600, 30))
+    estimates = [estimate_mean(right / k) for right in random_state.binomial(k, chances)]
+    covered_share = sum(estimate.low <= truth <= estimate.high for estimate in estimates) / len(estimates)
+
+    assert 0.91 <= covered_share <= 0.995
 
 
 def test_the_interval_lies_within_0_and_1_and_mirrors() -> None:
-    draw = np.random.default_rng(3)
-    for values in (draw.beta(0.1, 1.0, size=20), np.full(20, 0.3), np.ones(5), np.array([0.0, 1.0])):
-        one, other = estimate_mean(values), estimate_mean(1.0 - values)
-        assert 0.0 <= one.low <= one.value <= one.high <= 1.0 and one.low < one.high
-        assert (one.low, one.high) == pytest.approx((1.0 - other.high, 1.0 - other.low), abs=1e-12)
+    random_state = np.random.default_rng(3)
+    for values in (random_state.beta(0.1, 1.0, size=20), np.full(20, 0.3), np.ones(5), np.array([0.0, 1.0])):
+        estimate, mirrored_estimate = estimate_mean(values), estimate_mean(1.0 - values)
+
+        assert 0.0 <= estimate.low <= estimate.value <= estimate.high <= 1.0
+        assert estimate.low < estimate.high
+        assert (estimate.low, estimate.high) == pytest.approx(
+            (1.0 - mirrored_estimate.high, 1.0 - mirrored_estimate.low), abs=1e-12
+        )
         assert standard_error(values) == pytest.approx(standard_error(1.0 - values))
         assert standard_error(values) > 0.0
 
 
-def test_a_single_problem_has_no_interval_and_none_is_refused() -> None:
-    one = estimate_mean(np.array([3]) / 4)
-    assert (one.value, one.low, one.high) == (0.75, None, None)
+def test_a_single_problem_has_no_interval() -> None:
+    estimate = estimate_mean(np.array([3]) / 4)
+    assert (estimate.value, estimate.low, estimate.high) == (0.75, None, None)
+
+
+def test_a_mean_of_no_problems_is_refused() -> None:
     with pytest.raises(DataError, match="no problems"):
         estimate_mean(np.zeros(0))
 
@@ -134,9 +149,13 @@ def test_a_summary_without_a_verdict_has_rewards_alone() -> None:
         finishes=np.full((2, 2), "stop"),
         reward_errors=np.array([["", "invalid"], ["crash", "timeout"]]),
     )
-    found = summarize(outcomes)
-    assert (found.problems, found.k, found.mean_at_k, found.pass_at_k, found.reward) == (2, 2, None, {}, -0.25)
-    assert (found.reward_timeouts, found.reward_crashes) == (0.25, 0.5)
+
+    summary = summarize(outcomes)
+
+    assert (summary.problems, summary.k) == (2, 2)
+    assert (summary.mean_at_k, summary.pass_at_k) == (None, {})
+    assert summary.reward == -0.25
+    assert (summary.reward_timeouts, summary.reward_crashes) == (0.25, 0.5)
 
 
 def test_a_summary_counts_what_went_wrong() -> None:
@@ -147,9 +166,12 @@ def test_a_summary_counts_what_went_wrong() -> None:
         finishes=np.array([["stop", "length"], ["aborted", "length"]]),
         reward_errors=np.array([["", ""], ["", "timeout"]]),
     )
-    found = summarize(outcomes)
-    assert (found.problems, found.k) == (2, 2)
-    assert (found.mean_at_k.value, found.pass_at_k[2].value) == (0.25, 0.5)
-    assert (found.truncated, found.aborted, found.reward_timeouts, found.reward_crashes) == (0.5, 0.25, 0.25, 0.0)
-    assert found.reward == pytest.approx(0.275)
-    assert (found.tokens, found.tokens_total) == (40.0, 160)
+
+    summary = summarize(outcomes)
+
+    assert (summary.problems, summary.k) == (2, 2)
+    assert (summary.mean_at_k.value, summary.pass_at_k[2].value) == (0.25, 0.5)
+    assert (summary.truncated, summary.aborted) == (0.5, 0.25)
+    assert (summary.reward_timeouts, summary.reward_crashes) == (0.25, 0.0)
+    assert summary.reward == pytest.approx(0.275)
+    assert (summary.tokens, summary.tokens_total) == (40.0, 160)

@@ -1,4 +1,4 @@
-"""Who generates which response: shares, schedules, and how a batch is split."""
+"""Which model generates which response: shares, their schedules, and how a batch is split between the models."""
 
 from collections import Counter
 
@@ -12,7 +12,8 @@ from jackpot.rollout.sampler import assign_models
 PROMPTS = [f"p{prompt}" for prompt in range(10) for _ in range(4)]  # ten groups of four, as `batch.group_size` says
 
 
-def share_of(settings: str) -> ShareSchedule:
+def share_schedule(settings: str) -> ShareSchedule:
+    """Return the schedule of the share that the settings describe."""
     return small_config(f"rollout_model.share={settings}").rollout_model.share
 
 
@@ -27,11 +28,11 @@ def share_of(settings: str) -> ShareSchedule:
     ],
 )
 def test_a_schedule_goes_from_its_start_to_its_end(settings, shares):
-    assert [share_of(settings).at(iteration) for iteration in range(1, 7)] == pytest.approx(shares, abs=1e-12)
+    assert [share_schedule(settings).at(iteration) for iteration in range(1, 7)] == pytest.approx(shares, abs=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "message"),
     [
         ("{schedule: step, hold: 2, until: 5}", "leave until out"),
         ("{schedule: linear, hold: 2}", "needs until"),
@@ -39,22 +40,25 @@ def test_a_schedule_goes_from_its_start_to_its_end(settings, shares):
         ("1.5", "less than or equal to 1"),
     ],
 )
-def test_a_schedule_that_says_nothing_is_refused(settings, why):
-    with pytest.raises(ConfigError, match=why):
+def test_a_schedule_that_says_nothing_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         small_config(f"rollout_model.share={settings}")
 
 
 def test_a_rollout_model_is_used_until_its_share_is_0_for_good():
-    annealed = small_config("rollout_model.share={schedule: linear, hold: 1, until: 4}")
-    assert [annealed.uses_rollout_model(iteration) for iteration in range(1, 7)] == [True] * 3 + [False] * 3
-    assert [annealed.writers(iteration) for iteration in (1, 2, 4)] == [
+    annealed_config = small_config("rollout_model.share={schedule: linear, hold: 1, until: 4}")
+    assert [annealed_config.uses_rollout_model(iteration) for iteration in range(1, 7)] == [True] * 3 + [False] * 3
+    assert [annealed_config.writers(iteration) for iteration in (1, 2, 4)] == [
         ("rollout_model",),
         ("policy", "rollout_model"),
         ("policy",),
     ]
-    assert annealed.writers(1, 2) == ("policy", "rollout_model")
-    rising = small_config("rollout_model.share={schedule: step, hold: 2, start: 0.0, end: 1.0}")
-    assert [rising.uses_rollout_model(iteration) for iteration in (1, 2, 3)] == [True] * 3  # it is distilled before
+    assert annealed_config.writers(1, 2) == ("policy", "rollout_model")
+
+    rising_config = small_config("rollout_model.share={schedule: step, hold: 2, start: 0.0, end: 1.0}")
+    # it is distilled before its share is above 0
+    assert [rising_config.uses_rollout_model(iteration) for iteration in (1, 2, 3)] == [True] * 3
+
     assert not small_config("rollout_model.share=0.0").uses_rollout_model(1)
     assert small_config(arm="on_policy").writers(1) == ("policy",)
 
@@ -63,32 +67,35 @@ def test_a_rollout_model_is_used_until_its_share_is_0_for_good():
 def test_a_share_is_met_on_average_and_within_one_unit_each_time(split):
     config = small_config("rollout_model.share=0.33", f"rollout_model.split={split}")
     unit = 4 if split == "prompt" else 1
-    counts = [assign_models(config, n, PROMPTS).count("rollout_model") / unit for n in range(1, 301)]
-    exact = 0.33 * len(PROMPTS) / unit
-    assert set(counts) == {int(exact), int(exact) + 1}
-    assert abs(sum(counts) / len(counts) - exact) < 4 * 0.5 / len(counts) ** 0.5
+
+    counts = [assign_models(config, iteration, PROMPTS).count("rollout_model") / unit for iteration in range(1, 301)]
+    exact_count = 0.33 * len(PROMPTS) / unit
+
+    assert set(counts) == {int(exact_count), int(exact_count) + 1}
+    assert abs(sum(counts) / len(counts) - exact_count) < 4 * 0.5 / len(counts) ** 0.5  # four standard deviations
 
 
 def test_prompts_are_chosen_by_name_and_iteration_not_by_order():
     config = small_config("rollout_model.share=0.5")
 
-    def chosen(iteration, prompts):
+    def prompts_of_the_rollout_model(iteration, prompts):
         return {
             uid
             for uid, role in zip(prompts, assign_models(config, iteration, prompts), strict=True)
             if role != "policy"
         }
 
-    assert chosen(1, PROMPTS) == chosen(1, PROMPTS[::-1])
-    assert len(chosen(1, PROMPTS)) == 5 and chosen(1, PROMPTS) != chosen(2, PROMPTS)
+    assert prompts_of_the_rollout_model(1, PROMPTS) == prompts_of_the_rollout_model(1, list(reversed(PROMPTS)))
+    assert len(prompts_of_the_rollout_model(1, PROMPTS)) == 5
+    assert prompts_of_the_rollout_model(1, PROMPTS) != prompts_of_the_rollout_model(2, PROMPTS)
 
 
 def test_within_groups_every_prompt_has_responses_of_both():
     config = small_config("rollout_model.share=0.6", "rollout_model.split=group")
-    of_prompt = Counter(
+    counts_by_prompt = Counter(
         uid for uid, role in zip(PROMPTS, assign_models(config, 3, PROMPTS), strict=True) if role == "rollout_model"
     )
-    assert sorted(of_prompt.values()) == [2] * 6 + [3] * 4
+    assert sorted(counts_by_prompt.values()) == [2] * 6 + [3] * 4
 
 
 @pytest.mark.parametrize("share", ["0.0", "1.0"])

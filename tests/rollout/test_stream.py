@@ -1,4 +1,4 @@
-"""Scoring and training while the engine generates in the background. A real engine on a thread of its own."""
+"""Scoring and training while the engine generates in the background: a real engine on a thread of its own."""
 
 import threading
 import time
@@ -28,7 +28,10 @@ SHORT = ("iterations=2", "batch.prompts=2", "sampling.max_new_tokens=12", "evalu
 TOKENIZER = load_tokenizer("starter:policy")
 
 
-def threaded(config, path="starter:rollout_model", before_step: Callable[[], None] = lambda: None) -> ThreadedEngine:
+def threaded_engine(
+    config, path="starter:rollout_model", before_step: Callable[[], None] = lambda: None
+) -> ThreadedEngine:
+    """Return an engine that generates on a thread of its own."""
     return ThreadedEngine(make_engine(config.engine, path, pick_device(config.device), Version(0, 0)), before_step)
 
 
@@ -40,7 +43,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-class Watched(Arithmetic):
+class WatchedTask(Arithmetic):
     """Notes at each score how many rollouts had been written. The first one waits until there are more."""
 
     def __init__(self, tokenizer, settings) -> None:
@@ -51,70 +54,86 @@ class Watched(Arithmetic):
         self.seconds = 0.0
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         self.written.append(self.engine.finished)
         if not self.called.is_set():
             self.called.set()
             assert self.engine.wait_for_more(self.written[0], PATIENCE)
         score = super().score(prompt, response, finished)
-        self.seconds += time.perf_counter() - started
+        self.seconds += time.perf_counter() - start_time
         return score
 
 
 @pytest.fixture
-def watched() -> Iterator[tuple[Watched, Sampler, Clock]]:
-    """A sampler of 4 groups of 4, whose engine goes on to the second group while the first response is scored."""
+def watched_sampling() -> Iterator[tuple[WatchedTask, Sampler, Clock]]:
+    """Yield a task, its sampler of 4 groups of 4, and their clock.
+
+    The engine goes on to the second group while the first response is scored.
+    """
     config = small_config(ONE_GROUP)
-    task, clock = Watched(TOKENIZER, config.task), Clock()
+    task, clock = WatchedTask(TOKENIZER, config.task), Clock()
 
     def hold() -> None:
         if engine.finished >= 4:
             assert task.called.wait(PATIENCE)
 
-    with closing(threaded(config, before_step=hold)) as engine:
+    with closing(threaded_engine(config, before_step=hold)) as engine:
         task.engine = engine
         prompts = PromptStream(task, "train", 0)
         engines, costs = {"rollout_model": engine}, {"rollout_model": COST}
-        yield task, Sampler(config, engines, task, TOKENIZER, costs, prompts, clock, lambda number, event: None), clock
+        sampler = Sampler(config, engines, task, TOKENIZER, costs, prompts, clock, lambda iteration, event: None)
+        yield task, sampler, clock
 
 
-def test_a_group_is_scored_while_the_engine_generates_the_others(watched) -> None:
-    task, sampler, _ = watched
+def test_a_group_is_scored_while_the_engine_generates_the_others(watched_sampling) -> None:
+    task, sampler, _ = watched_sampling
     batch = sampler.next_batch(1)
-    assert len(batch.scored) == len(task.written) == 16
-    assert task.written[0] == 4 < task.written[1] <= 16  # one group was there, and more came while it was scored
+
+    assert len(batch.scored) == 16
+    assert len(task.written) == 16
+    assert task.written[0] == 4  # one group was there
+    assert 4 < task.written[1] <= 16  # and more came while it was scored
 
 
-def test_waiting_and_scoring_are_timed_apart(watched) -> None:
-    task, sampler, clock = watched
-    started = time.perf_counter()
+def test_waiting_and_scoring_are_timed_apart(watched_sampling) -> None:
+    task, sampler, clock = watched_sampling
+
+    start_time = time.perf_counter()
     sampler.next_batch(1)
-    elapsed = time.perf_counter() - started
-    seconds = {phase: spent.wall for phase, spent in clock.take().items()}
-    assert task.seconds <= seconds["score"] and seconds["rollout"] > 0.0
-    assert seconds["score"] + seconds["rollout"] <= elapsed
+    elapsed_seconds = time.perf_counter() - start_time
+
+    seconds = {phase: duration.wall for phase, duration in clock.take().items()}
+    assert task.seconds <= seconds["score"]
+    assert seconds["rollout"] > 0.0
+    assert seconds["score"] + seconds["rollout"] <= elapsed_seconds
 
 
 def test_responses_come_as_they_end_without_being_asked_for() -> None:
     config = small_config(ONE_GROUP)
     task = make_task(config.task, TOKENIZER)
     requests = [
-        Request(uid=f"{n}", prompt=task.prompt("train", n // 4), seed=n, sampling=config.sampling) for n in range(16)
+        Request(uid=f"{index}", prompt=task.prompt("train", index // 4), seed=index, sampling=config.sampling)
+        for index in range(16)
     ]
     uids = [request.uid for request in requests]
-    with closing(threaded(config)) as engine:
-        coming = stream_rollouts(engine, task, TOKENIZER, requests)
+
+    with closing(threaded_engine(config)) as engine:
+        stream = stream_rollouts(engine, task, TOKENIZER, requests)
         assert engine.wait_for_more(15, PATIENCE)  # all are written, and not one was asked for
-        came = [rollout.uid for rollout in coming]
-        assert came != uids and sorted(came, key=int) == uids
+        arrival_uids = [rollout.uid for rollout in stream]
+        assert arrival_uids != uids
+        assert sorted(arrival_uids, key=int) == uids
         assert [rollout.uid for rollout in generate_rollouts(engine, task, TOKENIZER, requests)] == uids
 
 
 def test_a_run_does_not_depend_on_how_its_rollouts_come_in(tmp_path: Path, threads: None) -> None:
     """By themselves, or in the trainer's own thread."""
     config = small_config(ONE_GROUP, "batch.filter_groups.max_num_gen_batches=2", *SHORT)
+
     run(config, tmp_path / "threaded")
-    with pytest.MonkeyPatch.context() as undone:
-        undone.setattr("jackpot.launch.engines.make_engine", make_engine)
+
+    with pytest.MonkeyPatch.context() as plain_engine_patch:
+        plain_engine_patch.setattr("jackpot.launch.engines.make_engine", make_engine)
         run(config, tmp_path / "asked")
+
     assert_same_run(tmp_path / "asked", tmp_path / "threaded", ["policy", "rollout_model"])

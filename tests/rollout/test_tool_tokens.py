@@ -1,4 +1,4 @@
-"""Both models read the tokens of a tool inside a response, and neither learns from them."""
+"""Both models read the tokens of a tool inside a response, and neither learns from them nor counts them."""
 
 from dataclasses import replace
 
@@ -35,6 +35,7 @@ ANY = [{"aggregate": name, "mask": mask} for name, mask in zip(LOSS_AGG_MODES, M
 
 
 def learner_for(**changes):
+    """Return a learner of fresh copies of both models with a changed policy objective."""
     aggregate = changes.get("aggregate", "token-mean")
     return make_learner(
         *MODELS.values(),
@@ -45,8 +46,8 @@ def learner_for(**changes):
 
 def test_the_batch_has_tool_tokens_between_sampled_ones():
     """Else everything here would pass on empty masks."""
-    inside = [mask for mask in SAMPLED if mask[0] and mask[-1] and not mask.all()]
-    assert len(inside) > 5
+    masks_with_tool_tokens = [mask for mask in SAMPLED if mask[0] and mask[-1] and not mask.all()]
+    assert len(masks_with_tool_tokens) > 5
     assert sum(int((~mask).sum()) for mask in SAMPLED) > 15
 
 
@@ -65,29 +66,32 @@ def test_losses_and_gradients_are_those_of_float64(changes):
     In a single micro-batch, and in many.
     """
     learners = [learner_for(**changes) for _ in range(2)]
+
     results = [
         train(learner, batches(ITEMS, budget=budget))[0] for learner, budget in zip(learners, (10_000, 40), strict=True)
     ]
-    now, old = ({role: double(model) for role, model in MODELS.items()} for _ in range(2))
-    for (role, model), loss in zip(MODELS.items(), reference_losses(now, old, ITEMS, **changes), strict=True):
-        wanted = ReferenceAdamW(LINEAR).step(flat(model).double(), gradient(loss, now[role]))
+
+    current_models, old_models = ({role: double(model) for role, model in MODELS.items()} for _ in range(2))
+    losses = reference_losses(current_models, old_models, ITEMS, **changes)
+    for (role, model), loss in zip(MODELS.items(), losses, strict=True):
+        expected_parameters = ReferenceAdamW(LINEAR).step(flat(model).double(), gradient(loss, current_models[role]))
         for learner, result in zip(learners, results, strict=True):
             assert result.metrics[f"{role}/loss"].value.item() == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-            assert_same_move(parameters(learner, role), wanted, flat(model))
+            assert_same_move(parameters(learner, role), expected_parameters, flat(model))
 
 
-def everything_else(item, seed):
-    """The same response with other numbers wherever nothing was sampled."""
-    rollout, draw = item.rollout, torch.Generator().manual_seed(seed)
-    tool, shape = ~rollout.sampled_mask, rollout.top_ids.shape
-    changed = replace(
+def with_other_tool_columns(item, seed):
+    """Return the same response with other numbers wherever nothing was sampled."""
+    rollout, generator = item.rollout, torch.Generator().manual_seed(seed)
+    is_of_tool, shape = ~rollout.sampled_mask, rollout.top_ids.shape
+    changed_rollout = replace(
         rollout,
-        rollout_log_probs=rollout.rollout_log_probs.masked_fill(tool, torch.nan),
-        top_ids=torch.where(tool[:, None], torch.randint(VOCAB, shape, generator=draw), rollout.top_ids),
-        top_log_probs=torch.where(tool[:, None], torch.randn(shape, generator=draw), rollout.top_log_probs),
-        versions=torch.where(tool[:, None], 99, rollout.versions),
+        rollout_log_probs=rollout.rollout_log_probs.masked_fill(is_of_tool, torch.nan),
+        top_ids=torch.where(is_of_tool[:, None], torch.randint(VOCAB, shape, generator=generator), rollout.top_ids),
+        top_log_probs=torch.where(is_of_tool[:, None], torch.randn(shape, generator=generator), rollout.top_log_probs),
+        versions=torch.where(is_of_tool[:, None], 99, rollout.versions),
     )
-    return replace(item, rollout=changed, advantages=item.advantages.masked_fill(tool, 1e6))
+    return replace(item, rollout=changed_rollout, advantages=item.advantages.masked_fill(is_of_tool, 1e6))
 
 
 @pytest.mark.parametrize(
@@ -96,25 +100,34 @@ def everything_else(item, seed):
 def test_what_stands_beside_a_tool_token_changes_nothing(changes):
     """Bit for bit: every metric, every per-token column and both models, in anchored steps too."""
     steps = dict(mini_batch_size=6, epochs=2, budget=60) if changes.get("target") != "new" else {}
-    first, second = learner_for(**changes), learner_for(**changes)
-    other = [everything_else(item, seed) for seed, item in enumerate(ITEMS)]
-    for one, two in zip(train(first, batches(ITEMS, **steps)), train(second, batches(other, **steps)), strict=True):
-        for name in one.metrics.keys() - {"seconds/prepass"}:
-            assert not any(part.isnan().any() for part in one.metrics[name]), name
-            assert all(map(torch.equal, one.metrics[name], two.metrics[name])), name
-        for uid, columns in one.traces.items():
+    learner, other_learner = learner_for(**changes), learner_for(**changes)
+    other_items = [with_other_tool_columns(item, seed) for seed, item in enumerate(ITEMS)]
+
+    results = train(learner, batches(ITEMS, **steps))
+    other_results = train(other_learner, batches(other_items, **steps))
+
+    for result, other_result in zip(results, other_results, strict=True):
+        for name in result.metrics.keys() - {"seconds/prepass"}:
+            assert not any(value.isnan().any() for value in result.metrics[name]), name
+            assert all(map(torch.equal, result.metrics[name], other_result.metrics[name])), name
+
+        for uid, columns in result.traces.items():
             for name, column in columns.items():
-                torch.testing.assert_close(two.traces[uid][name], column, rtol=0, atol=0, equal_nan=True, msg=name)
+                torch.testing.assert_close(
+                    other_result.traces[uid][name], column, rtol=0, atol=0, equal_nan=True, msg=name
+                )
+
     for role, model in MODELS.items():
-        assert torch.equal(parameters(first, role), parameters(second, role))
-        assert not torch.equal(parameters(first, role), flat(model))
+        assert torch.equal(parameters(learner, role), parameters(other_learner, role))
+        assert not torch.equal(parameters(learner, role), flat(model))
 
 
 def test_coins_of_tool_tokens_are_thrown_away():
     """A uniform belongs to a position of the response, so an unused one moves no other."""
     batch = collate(ITEMS, seed=0, epoch=0)
     uniforms = torch.where(batch.response_mask, batch.uniforms, 0.5)
-    results = [train(learner_for(), [[one]])[0] for one in (batch, replace(batch, uniforms=uniforms))]
+    results = [train(learner_for(), [[train_batch]])[0] for train_batch in (batch, replace(batch, uniforms=uniforms))]
+
     for name in ("correction/accepted", "policy/loss"):
         assert torch.equal(*(result.metrics[name].total for result in results))
 
@@ -124,17 +137,19 @@ def test_the_columns_of_a_tool_token_are_zero():
     results = train(learner_for(), batches(ITEMS, mini_batch_size=len(ITEMS) // 2, budget=60))
     traces = {uid: trace for result in results for uid, trace in result.traces.items()}
     model = double(MODELS["policy"])
+
     for item in ITEMS:
         mask, trace = item.rollout.sampled_mask, traces[item.rollout.uid]
-        exact = sampled_log_probs(model, item.rollout, 1.0).detach().float()
-        torch.testing.assert_close(trace["old_log_probs"][mask], exact[mask], rtol=0, atol=1e-5)
+        exact_log_probs = sampled_log_probs(model, item.rollout, 1.0).detach().float()
+        torch.testing.assert_close(trace["old_log_probs"][mask], exact_log_probs[mask], rtol=0, atol=1e-5)
         for name, column in trace.items():
-            assert len(column) == len(mask) and not column[~mask].any(), name
+            assert len(column) == len(mask), name
+            assert not column[~mask].any(), name
 
 
 def test_counts_are_of_sampled_tokens():
     [result] = train(learner_for(), batches(ITEMS, budget=40))
-    sampled = sum(int(mask.sum()) for mask in SAMPLED)
+    sampled_count = sum(int(mask.sum()) for mask in SAMPLED)
     for name in ("policy/loss", "rollout_model/loss", "obrs/acceptance", "mismatch/ratio", "policy/entropy"):
-        assert result.metrics[name].count == sampled, name
+        assert result.metrics[name].count == sampled_count, name
     assert result.metrics["mismatch/engine_gap_max"].value < 1e-5

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a CPU: every part runs with tiny shapes, and a run goes on where it ended."""
+"""benchmarks/gpu.py on a CPU: every part runs with tiny shapes, a run goes on where it ended, wrong results show."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from helpers.paths import ROOT
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path) -> Iterator[ModuleType]:
-    """benchmarks/gpu.py, without carried wheels; where there is a GPU, these tests leave it alone."""
+    """Yield benchmarks/gpu.py, without carried wheels; where there is a GPU, these tests leave it alone."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     import gpu
@@ -28,7 +28,7 @@ def gpu(monkeypatch, tmp_path) -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-def lines(path: Path) -> list[dict]:
+def json_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -37,10 +37,12 @@ def test_check_says_whether_the_numbers_of_the_device_are_right(gpu, tmp_path, m
     """One row of it; that all are right on a CPU is what its exit code says below."""
     from gpu_parts import check
 
-    path, row = tmp_path / "gpu.jsonl", ("--only", "lists of the head in fp32")
+    path = tmp_path / "gpu.jsonl"
+    row = ("--only", "lists of the head in fp32")
     assert gpu.main(["check", "--tiny", "--results", str(path), "--commit", "abc", *row]) == 0
-    [ended] = [line for line in lines(path) if line["result"]]
-    assert ended["result"]["right"] and ended["commit"] == "abc"
+    [result_line] = [line for line in json_lines(path) if line["result"]]
+    assert result_line["result"]["right"]
+    assert result_line["commit"] == "abc"
 
     monkeypatch.setattr(check, "LOG_PROB_GAP", 1e-12)
     assert gpu.main(["check", "--tiny", *row]) == 1
@@ -51,9 +53,11 @@ def test_gradients_that_differ_are_noticed(gpu, monkeypatch):
     from gpu_parts import check
 
     device = torch.device("cpu")
-    found = check.gradients(device, "fp32", 2, check.SEVERAL)
-    found[3] = 1.001 * found[3]
-    monkeypatch.setattr(check, "_of_the_cpu", lambda *_: found)
+
+    gradients = check.gradients(device, "fp32", 2, check.SEVERAL)
+    gradients[3] = 1.001 * gradients[3]
+    monkeypatch.setattr(check, "_of_the_cpu", lambda *_: gradients)
+
     assert not check.compare_gradients(device, "fp32", 2, check.SEVERAL, check.FP32_GAP)["right"]
 
 
@@ -61,25 +65,29 @@ def test_a_row_fails_where_another_kernel_attends(gpu):
     from gpu_parts import attention, check
 
     device, readers = torch.device("cpu"), attention.READERS
-    packed, padded = readers["as trained"], readers["padded rows, every prompt once"]
+    packed_reader, padded_reader = readers["as trained"], readers["padded rows, every prompt once"]
+
     with pytest.raises(RuntimeError, match="blocks attended to packed rows in place of None"):
-        check.compare_states(device, "fp32", packed._replace(in_fp32=None), check.FP32_GAP)
+        check.compare_states(device, "fp32", packed_reader._replace(in_fp32=None), check.FP32_GAP)
+
     with pytest.raises(RuntimeError, match="no kernel attended to packed rows in place of blocks"):
-        check.compare_states(device, "fp32", padded._replace(in_fp32="flex"), check.FP32_GAP)
+        check.compare_states(device, "fp32", padded_reader._replace(in_fp32="flex"), check.FP32_GAP)
 
 
 def test_a_kernel_that_fails_ends_its_own_row_alone(gpu, monkeypatch):
     from gpu_parts import head
     from gpu_parts.machine import Machine
 
-    def fails(config):
+    def fail_to_compile(config):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(head, "head_options", fails)
+    monkeypatch.setattr(head, "head_options", fail_to_compile)
     monkeypatch.setattr(head, "head_kernels", lambda machine: [{"head_kernel": "triton"}])
+
     rows = [row for row in head.rows(Machine(tiny=True)) if "single" in row.name and ": ours" in row.name]
     with pytest.raises(RuntimeError, match="no compiler"):
         next(row for row in rows if "triton" in row.name).measure()
+
     assert rows[0].measure()["ms"] > 0
 
 
@@ -89,12 +97,20 @@ def test_a_learner_sharded_over_one_rank_takes_the_same_steps(gpu, tmp_path, mon
     monkeypatch.setattr(fsdp, "STEPS", 1)
     path = tmp_path / "gpu.jsonl"
     assert gpu.main(["fsdp", "--tiny", "--results", str(path), "--only", "in fp32, several", "--commit", "abc"]) == 0
-    [result] = [line["result"] for line in lines(path) if line["result"]]
-    assert result["right"] and result["equal"]
+    [result] = [line["result"] for line in json_lines(path) if line["result"]]
+    assert result["right"]
+    assert result["equal"]
 
-    monkeypatch.setattr(fsdp, "outcome", lambda *given: [torch.ones(3) * (1.0 + bool(given[-1]) / 100)])
-    compared = fsdp.compare_steps(torch.device("cpu"), "fp32", fsdp.SEVERAL, fsdp.GAP, {})
-    assert not compared["right"] and not compared["equal"]
+
+def test_sharded_steps_that_differ_are_noticed(gpu, monkeypatch):
+    from gpu_parts import fsdp
+
+    # gradients and weights of the sharded learner are 1% larger
+    monkeypatch.setattr(fsdp, "outcome", lambda *arguments: [torch.ones(3) * (1.0 + bool(arguments[-1]) / 100)])
+
+    comparison = fsdp.compare_steps(torch.device("cpu"), "fp32", fsdp.SEVERAL, fsdp.GAP, {})
+    assert not comparison["right"]
+    assert not comparison["equal"]
 
 
 SWEPT = pytest.param("fp8", marks=pytest.mark.sweep)
@@ -104,10 +120,12 @@ SWEPT = pytest.param("fp8", marks=pytest.mark.sweep)
 @pytest.mark.parametrize("part", ["check", "runs", "head", "step", "attention", "decode", "sync", "fsdp", SWEPT])
 def test_every_part_runs_with_tiny_shapes(gpu, part, tmp_path):
     path = tmp_path / "gpu.jsonl"
+
     assert gpu.main([part, "--tiny", "--results", str(path), "--commit", "abc"]) == 0
-    ended = [line["result"] for line in lines(path) if line["result"]]
-    assert any("error" not in result for result in ended)
-    assert {result["error"].split(":")[0] for result in ended if "error" in result} <= {"NotInstalled"}
+
+    results = [line["result"] for line in json_lines(path) if line["result"]]
+    assert any("error" not in result for result in results)
+    assert {result["error"].split(":")[0] for result in results if "error" in result} <= {"NotInstalled"}
 
 
 def test_the_rows_of_every_part_have_names_of_their_own(gpu):
@@ -119,14 +137,16 @@ def test_the_rows_of_every_part_have_names_of_their_own(gpu):
     for part in gpu.PARTS:
         for tiny in (True, False):
             names = [row.name for row in importlib.import_module(f"gpu_parts.{part}").rows(Machine(tiny))]
-            assert names and len(names) == len(set(names)), part
-            assert part != "fp8" or any(name.startswith("norm and quantizing") for name in names)
+            assert names, part
+            assert len(names) == len(set(names)), part
+            if part == "fp8":
+                assert any(name.startswith("norm and quantizing") for name in names)
 
 
 class TestRuns:
     """Rows that take no time, to see in which order they are run and what is kept."""
 
-    def run(self, gpu, path: Path, measures: dict, commit: str = "abc", seconds: float = 100.0) -> list[str]:
+    def run_rows(self, gpu, path: Path, measures: dict, commit: str = "abc", seconds: float = 100.0) -> list[str]:
         rows = [gpu.Row(name, measure, 5.0) for name, measure in measures.items()]
         results = gpu.Results(path, commit, {"device": "none"})
         return gpu.run_part("part", rows, results, lambda: None, seconds)
@@ -141,17 +161,20 @@ class TestRuns:
             return {"s": 1.0}
 
         measures = {name: lambda name=name: measure(name) for name in ("bad", "good")}
-        self.run(gpu, path, measures)
+
+        self.run_rows(gpu, path, measures)
         assert calls == ["bad", "good"]
-        assert [line["result"] for line in lines(path)] == [
+        assert [line["result"] for line in json_lines(path)] == [
             {},
             {"error": "RuntimeError: out of memory"},
             {},
             {"s": 1.0},
         ]
-        self.run(gpu, path, measures | {"new": lambda: measure("new")})
+
+        self.run_rows(gpu, path, measures | {"new": lambda: measure("new")})
         assert calls == ["bad", "good", "new", "bad"]
-        self.run(gpu, path, measures, commit="def")
+
+        self.run_rows(gpu, path, measures, commit="def")
         assert calls[4:] == ["bad", "good"]
 
     def test_a_row_that_ended_the_process_is_tried_after_all_others(self, gpu, tmp_path):
@@ -161,12 +184,17 @@ class TestRuns:
             file.write('{"part": "part", "row": "sec')  # the process ended while it wrote
         with path.open("a") as file:
             file.write("\n")
-        self.run(gpu, path, {name: lambda name=name: calls.append(name) or {"s": 1.0} for name in ("first", "second")})
+
+        self.run_rows(
+            gpu, path, {name: lambda name=name: calls.append(name) or {"s": 1.0} for name in ("first", "second")}
+        )
+
         assert calls == ["second", "first"]
 
     def test_a_row_begins_in_time_and_ends_at_its_limit(self, gpu, tmp_path):
         path = tmp_path / "gpu.jsonl"
-        assert self.run(gpu, path, {"one": dict, "two": dict}, seconds=gpu.LEAST_SECONDS - 1.0) == ["one", "two"]
+        assert self.run_rows(gpu, path, {"a": dict, "b": dict}, seconds=gpu.LEAST_SECONDS - 1.0) == ["a", "b"]
+
         results = gpu.Results(path, "abc", {})
         row = gpu.Row("slow", lambda: time.sleep(60.0), 0.05)
         assert gpu.run_part("part", [row], results, lambda: None, 100.0) == []
@@ -175,7 +203,8 @@ class TestRuns:
     def test_the_table_has_every_name_and_errors_last(self, gpu, tmp_path):
         path = tmp_path / "gpu.jsonl"
         measures = {"a": lambda: {"ms": 1234.5, "right": False}, "b": lambda: {"waits": 3, "of peak": 0.4567}}
-        self.run(gpu, path, measures | {"c": lambda: 1 / 0})
+        self.run_rows(gpu, path, measures | {"c": lambda: 1 / 0})
+
         assert gpu.table(gpu.Results(path, "abc", {}).of("part")).splitlines() == [
             "|  | ms | right | waits | of peak | not measured |",
             "| --- | --- | --- | --- | --- | --- |",
@@ -194,8 +223,8 @@ def test_busy_time_and_gaps_of_overlapping_kernels(gpu):
     from gpu_parts.machine import timeline
 
     kernels = [(0, 4, "a"), (1, 2, "b"), (6, 8, "c"), (8, 10, "d")]  # ms
-    found = timeline([(1_000_000 * began, 1_000_000 * ended, name) for began, ended, name in kernels])
-    assert found == {"busy": 0.8, "longest gaps, ms": "2.00 before c, 0.00 before d, 0.00 before b"}
+    summary = timeline([(1_000_000 * start, 1_000_000 * end, name) for start, end, name in kernels])
+    assert summary == {"busy": 0.8, "longest gaps, ms": "2.00 before c, 0.00 before d, 0.00 before b"}
 
 
 def test_the_floor_of_an_update_is_that_of_its_sequences(gpu):
@@ -205,9 +234,10 @@ def test_the_floor_of_an_update_is_that_of_its_sequences(gpu):
 
     model = make_model("Qwen3 0.6B", torch.device("cpu"), tiny=True)
     samples = random_samples(512, prompts=3, group=1, prompt_length=9, longest=24, shortest=5)
+
     cost = forward_cost(model)
-    whole = sum(cost.sequence(9 + len(sample.rollout.token_ids)) - 9 * head_cost(model) for sample in samples)
-    assert training_flops([model], samples) == 3 * whole
+    flops = sum(cost.sequence(9 + len(sample.rollout.token_ids)) - 9 * head_cost(model) for sample in samples)
+    assert training_flops([model], samples) == 3 * flops  # forward once, and backward twice as much
 
 
 OTHERS = ("aiohttp", "datasets", "math_verify", "matplotlib", "peft", "ray", "rich", "trl", "typer", "wandb")
@@ -216,11 +246,12 @@ OTHERS = ("aiohttp", "datasets", "math_verify", "matplotlib", "peft", "ray", "ri
 @pytest.mark.slow  # it imports all
 def test_no_part_needs_packages_that_the_page_does_not_name():
     """A package of which sys.modules holds None cannot be imported."""
-    block = f"import sys; sys.modules |= dict.fromkeys({OTHERS!r})"
-    load = "import gpu; [gpu.importlib.import_module(f'gpu_parts.{part}') for part in gpu.PARTS]"
-    command = [sys.executable, "-c", f"{block}; {load}"]
-    done = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    block_code = f"import sys; sys.modules |= dict.fromkeys({OTHERS!r})"
+    import_code = "import gpu; [gpu.importlib.import_module(f'gpu_parts.{part}') for part in gpu.PARTS]"
+    command = [sys.executable, "-c", f"{block_code}; {import_code}"]
+    result = subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False)
+
+    assert result.returncode == 0, result.stderr
 
 
 class TestWheels:
@@ -228,11 +259,13 @@ class TestWheels:
         folder = gpu.wheels.FOLDER
         folder.mkdir()
         for name, tag in (("carried_one", "py3-none-any"), ("other_python", "cp37-cp37m-manylinux2014_x86_64")):
-            with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as packed:
-                packed.writestr(f"{name}/__init__.py", "VALUE = 7")
-        needed = {"carried_one": "carried-one", "other_python": "other-python", "torch": "torch"}
-        monkeypatch.setattr(gpu.wheels, "NEEDED", needed)
-        monkeypatch.setattr(gpu.wheels, "PACKAGES", needed)
+            with zipfile.ZipFile(folder / f"{name}-1.0-{tag}.whl", "w") as wheel:
+                wheel.writestr(f"{name}/__init__.py", "VALUE = 7")
+
+        needed_packages = {"carried_one": "carried-one", "other_python": "other-python", "torch": "torch"}
+        monkeypatch.setattr(gpu.wheels, "NEEDED", needed_packages)
+        monkeypatch.setattr(gpu.wheels, "PACKAGES", needed_packages)
+
         assert gpu.wheels.use() == ["other-python"]
         import carried_one
 
@@ -242,4 +275,5 @@ class TestWheels:
         monkeypatch.setattr(gpu.wheels, "NEEDED", {"not_there_at_all": "not-there"})
         assert gpu.main(["check", "--tiny"]) == 2
         error = capsys.readouterr().err
-        assert "not-there" in error and "make gpu-wheels" in error
+        assert "not-there" in error
+        assert "make gpu-wheels" in error

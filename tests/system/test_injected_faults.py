@@ -55,17 +55,18 @@ class Fault(NamedTuple):
     delay: float  # seconds after the line
 
 
-def plan(victims: Sequence[str]) -> dict[int, Fault]:
-    """Return the faults by iteration."""
-    moments = random.Random(SEED)
+def planned_faults(victims: Sequence[str]) -> dict[int, Fault]:
+    """Return the faults of these processes, by the iteration after which each one comes."""
+    random_state = random.Random(SEED)
     return {
-        iteration: Fault(moments.choice(KINDS), moments.choice(victims), moments.uniform(0.0, 1.0))
+        iteration: Fault(random_state.choice(KINDS), random_state.choice(victims), random_state.uniform(0.0, 1.0))
         for iteration in range(1, ITERATIONS)
-        if moments.random() < 1.0 / EVERY
+        if random_state.random() < 1.0 / EVERY
     }
 
 
-def config() -> Config:
+def make_config() -> Config:
+    """Return the config of a run of two ranks and two engine processes."""
     settings = ("batch.micro_batch_tokens=64", "placement.engines=2", f"placement.timeout={TIMEOUT}")
     return resolve("regimes", "ahead", [*SMALL, f"iterations={ITERATIONS}", *settings])
 
@@ -74,17 +75,19 @@ class Watch:
     """Listens in rank 0: notes the memory of all processes, and causes the planned faults."""
 
     def __init__(self, folder: Path, links: list[ProcessLink], faults: dict[int, Fault]) -> None:
-        self.folder, self.links, self.faults = folder, links, faults
-        self.happened = folder.with_name(f"{folder.name}-faults.jsonl")
+        self.folder = folder
+        self.links = links
+        self.faults = faults
+        self.fault_log = folder.with_name(f"{folder.name}-faults.jsonl")
         self.points = folder.with_name(f"{folder.name}-memory.jsonl")
 
     def __call__(self, line: dict) -> None:
         iteration = line["iteration"]
-        shared = len(list(Path("/dev/shm").glob("*jackpot*"))) if Path("/dev/shm").exists() else 0
-        _append(self.points, {"iteration": iteration, "processes": self._held(), "shared": shared})
-        if iteration in self.faults and iteration not in {one["iteration"] for one in _read(self.happened)}:
+        shared_file_count = len(list(Path("/dev/shm").glob("*jackpot*"))) if Path("/dev/shm").exists() else 0
+        _append(self.points, {"iteration": iteration, "processes": self._held(), "shared": shared_file_count})
+        if iteration in self.faults and iteration not in {entry["iteration"] for entry in _read(self.fault_log)}:
             fault = self.faults[iteration]
-            _append(self.happened, {"iteration": iteration, **fault._asdict()})
+            _append(self.fault_log, {"iteration": iteration, **fault._asdict()})
             threading.Timer(fault.delay, self._cause, [fault]).start()
 
     def _held(self) -> list[tuple[int, int, int]]:
@@ -95,24 +98,24 @@ class Watch:
         gc.collect()
         with suppress(OSError, AttributeError):  # of glibc
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        found = []
+        process_values = []
         for pid in filter(None, map(self._pid, VICTIMS)):
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 memory = process.memory_info()
-                found.append((pid, (memory.rss - memory.shared) // 1024, process.num_fds()))
-        return found
+                process_values.append((pid, (memory.rss - memory.shared) // 1024, process.num_fds()))
+        return process_values
 
     def _pid(self, victim: str) -> int | None:
         """Return the id of a process, None while an engine is being replaced."""
-        kind, number = victim.split()
+        kind, index = victim.split()
         if kind == "rank":
-            return json.loads((self.folder / "ranks" / f"{number}.json").read_text())["pid"]
-        child = self.links[int(number)].child
+            return json.loads((self.folder / "ranks" / f"{index}.json").read_text())["pid"]
+        child = self.links[int(index)].child
         return child and child.pid
 
     def _cause(self, fault: Fault) -> None:
-        kind, number = fault.victim.split()
+        kind, index = fault.victim.split()
         while not (pid := self._pid(fault.victim)):
             time.sleep(0.01)
         if fault.kind == "SIGKILL":
@@ -121,16 +124,16 @@ class Watch:
             script = f"kill -STOP {pid}; sleep {1.5 * TIMEOUT}; kill -CONT {pid}"
             subprocess.Popen(["sh", "-c", script], start_new_session=True, stderr=subprocess.DEVNULL)
         elif kind == "engine":
-            self.links[int(number)]._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            self.links[int(index)]._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         else:
             _close_all_connections()
 
 
 def _close_all_connections() -> None:
     """Shut down every TCP connection of this rank, of which the other rank has the other end."""
-    for one in psutil.Process().net_connections("tcp"):
-        if one.status == psutil.CONN_ESTABLISHED:
-            with socket.socket(fileno=os.dup(one.fd)) as connection:
+    for tcp_connection in psutil.Process().net_connections("tcp"):
+        if tcp_connection.status == psutil.CONN_ESTABLISHED:
+            with socket.socket(fileno=os.dup(tcp_connection.fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -145,26 +148,27 @@ def _read(path: Path) -> list[dict]:
 
 def lives(points: Iterable[dict]) -> list[np.ndarray]:
     """Return iteration, memory and descriptors of each long-lived process after its warm-up, [iterations, 3]."""
-    lines: dict[int, list[tuple[int, int, int]]] = {}
+    points_by_process: dict[int, list[tuple[int, int, int]]] = {}
     for point in points:
-        for pid, *held in point["processes"]:
-            lines.setdefault(pid, []).append((point["iteration"], *held))
-    return [np.array(life[WARM_UP:], float) for life in lines.values() if len(life) >= LIFE]
+        for pid, *values in point["processes"]:
+            points_by_process.setdefault(pid, []).append((point["iteration"], *values))
+    return [np.array(life[WARM_UP:], float) for life in points_by_process.values() if len(life) >= LIFE]
 
 
 @pytest.fixture(scope="module")
 def links() -> Iterator[list[ProcessLink]]:
+    """Return the links to the engine processes, as they are forked."""
     with pytest.MonkeyPatch.context() as patch:
         yield fork_engines(patch)
 
 
 @pytest.fixture(scope="module")
-def whole(links: list[ProcessLink], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without faults."""
+def undisturbed_folder(links: list[ProcessLink], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run without faults."""
     print(f"JACKPOT_SOAK_SEED={SEED}")
     folder = tmp_path_factory.mktemp("faults") / "whole"
     watch = Watch(folder, links, {})
-    assert run_ranks(2, config(), folder, watch).codes == [0, 0]
+    assert run_ranks(2, make_config(), folder, watch).codes == [0, 0]
     check_memory(watch)
     return folder
 
@@ -177,38 +181,50 @@ def slope(iterations: np.ndarray, memory: np.ndarray) -> float:
 
 
 def check_memory(watch: Watch) -> None:
+    """Check that no process holds more and more memory, descriptors or shared files."""
     points = _read(watch.points)
-    long, most = lives(points), max(memory for one in points for _, memory, _ in one["processes"])
-    slopes = [slope(life[:, 0], life[:, 1]) for life in long]
-    print("kB an iteration:", [round(slope, 2) for slope in slopes], f"most: {most / 1024:.0f} MiB")
+    long_lives = lives(points)
+    largest_memory = max(memory for point in points for _, memory, _ in point["processes"])
+    slopes = [slope(life[:, 0], life[:, 1]) for life in long_lives]
+    print("kB an iteration:", [round(slope, 2) for slope in slopes], f"most: {largest_memory / 1024:.0f} MiB")
+
     assert all(slope <= MOST_GROWTH for slope in slopes)
-    assert all(life[-100:, 2].max() <= life[:100, 2].max() for life in long), "descriptors"
-    assert max(one["shared"] for one in points[-100:]) <= max(one["shared"] for one in points[:100])
+    assert all(life[-100:, 2].max() <= life[:100, 2].max() for life in long_lives), "descriptors"
+    assert max(point["shared"] for point in points[-100:]) <= max(point["shared"] for point in points[:100])
 
 
 @pytest.mark.parametrize("victims", [VICTIMS[2:], VICTIMS], ids=["engines", "ranks and engines"])
-def test_faults_of_random_processes_change_nothing(victims: Sequence[str], links, whole: Path, tmp_path: Path) -> None:
+def test_faults_of_random_processes_change_nothing(
+    victims: Sequence[str], links, undisturbed_folder: Path, tmp_path: Path
+) -> None:
     """Where only engines are hit, the ranks live through all of it."""
-    faults, folder = plan(victims), tmp_path / "disturbed"
-    watch, starts = Watch(folder, links, faults), 0
+    faults, folder = planned_faults(victims), tmp_path / "disturbed"
+    watch = Watch(folder, links, faults)
+
+    starts = 0
     while True:
         starts += 1
-        ended = run_ranks(2, config(), folder, watch, patience=3 * TIMEOUT)
-        if ended.codes == [0, 0]:
+        group_result = run_ranks(2, make_config(), folder, watch, patience=3 * TIMEOUT)
+        if group_result.codes == [0, 0]:
             break
-        assert starts <= 2 * len(faults) + 1, f"a group ended by itself: {ended}"
-        for code, printed in zip(ended.codes, ended.printed, strict=True):
+        assert starts <= 2 * len(faults) + 1, f"a group ended by itself: {group_result}"
+        for code, printed in zip(group_result.codes, group_result.printed, strict=True):
             if code not in (-signal.SIGKILL, 0):  # an error says where it was
-                assert code == 2 and "lost another rank in" in printed, ended
-    happened = _read(watch.happened)
+                assert code == 2, group_result
+                assert "lost another rank in" in printed, group_result
+
+    caused_faults = _read(watch.fault_log)
     events = Counter(line["event"] for line in RunFolder(folder).read("events.jsonl"))
-    assert len(happened) == len(faults)
+    assert len(caused_faults) == len(faults)
     assert starts > 1 or events["peer_lost"] or len(faults) < 3  # the last ones may come when all is done
-    kinds = Counter(f"{one['kind']} of {one['victim'].split()[0]}s" for one in happened)
+
+    kinds = Counter(f"{fault['kind']} of {fault['victim'].split()[0]}s" for fault in caused_faults)
     print(f"{len(faults)} faults: {dict(kinds)}; {starts} starts, {events['peer_lost']} times an engine was lost")
+
     check_memory(watch)
+
     assert [line["iteration"] for line in read_lines(folder)] == list(range(ITERATIONS + 1))
-    assert metrics(folder) == metrics(whole)
-    (ours, mine), (theirs, other) = map(saved, (whole, folder))
-    assert ours == theirs
-    assert_equal(mine, other)
+    assert metrics(folder) == metrics(undisturbed_folder)
+    (undisturbed_files, undisturbed_state), (files, state) = map(saved, (undisturbed_folder, folder))
+    assert files == undisturbed_files
+    assert_equal(undisturbed_state, state)

@@ -20,35 +20,39 @@ def task() -> Arithmetic:
 
 
 def summands(prompt: Prompt) -> list[int]:
-    return [int(number) for number in prompt.text.removesuffix("=").split("+")]
+    """Return the numbers that a prompt adds."""
+    return [int(word) for word in prompt.text.removesuffix("=").split("+")]
 
 
 def test_a_prompt_has_the_sum_its_answer_and_its_tokens(task):
     tokenizer = make_tokenizer()
     for index in range(200):
         prompt = task.prompt("train", index)
+
         assert prompt.answer == str(sum(summands(prompt)))
         assert tokenizer.decode(list(prompt.token_ids)) == prompt.text
         assert prompt.uid == f"arithmetic/train/{index}"
 
 
-def test_every_setting_of_the_task_is_reached_and_never_left():
+def test_numbers_and_terms_take_every_value_of_the_settings():
     task = Arithmetic(make_tokenizer(), ArithmeticConfig(min_terms=2, max_terms=4, max_operand=11))
+
     problems = [task.operands("train", index) for index in range(2000)]
+
     assert {len(problem) for problem in problems} == {2, 3, 4}
-    assert {number for problem in problems for number in problem} == set(range(1, 12))
+    assert {operand for problem in problems for operand in problem} == set(range(1, 12))
 
 
 def test_no_problem_is_in_both_splits_in_any_order_of_terms(task):
-    train = {tuple(sorted(task.operands("train", index))) for index in range(5000)}
-    test = {tuple(sorted(task.operands("test", index))) for index in range(5000)}
-    assert not train & test
+    train_problems = {tuple(sorted(task.operands("train", index))) for index in range(5000)}
+    test_problems = {tuple(sorted(task.operands("test", index))) for index in range(5000)}
+    assert not train_problems & test_problems
 
 
 def test_a_tenth_of_all_problems_is_held_out():
     pairs = [(a, b) for a in range(1, 101) for b in range(a, 101)]
-    held_out = sum(split_of(pair, 0.1) == "test" for pair in pairs) / len(pairs)
-    assert held_out == pytest.approx(0.1, abs=0.02)  # five standard deviations of 5,050 fair draws
+    held_out_share = sum(split_of(pair, 0.1) == "test" for pair in pairs) / len(pairs)
+    assert held_out_share == pytest.approx(0.1, abs=0.02)  # five standard deviations of 5,050 fair draws
 
 
 def test_the_order_of_the_numbers_does_not_change_the_split():
@@ -57,8 +61,9 @@ def test_the_order_of_the_numbers_does_not_change_the_split():
 
 
 def test_problems_follow_from_split_and_index_in_any_order(task):
-    forward = [task.operands("test", index) for index in range(20)]
-    assert [task.operands("test", index) for index in reversed(range(20))] == forward[::-1]
+    forward_problems = [task.operands("test", index) for index in range(20)]
+    backward_problems = [task.operands("test", index) for index in reversed(range(20))]
+    assert backward_problems == list(reversed(forward_problems))
 
 
 def test_the_first_problems_never_change(task):
@@ -74,7 +79,7 @@ def test_both_splits_are_endless(task):
 
 
 @pytest.mark.parametrize(
-    ("response", "finished", "correct"),
+    ("response", "finished", "is_correct"),
     [
         ("46+5=51#51", True, True),
         ("#51", True, True),
@@ -94,14 +99,14 @@ def test_both_splits_are_endless(task):
         ("", False, False),
     ],
 )
-def test_only_what_follows_the_first_hash_counts(task, response, finished, correct):
+def test_only_what_follows_the_first_hash_counts(task, response, finished, is_correct):
     prompt = Prompt(uid="p", text="12+34+5=", answer="51", token_ids=())
     score = task.score(prompt, response, finished)
-    assert score.correct is correct
-    assert score.reward == (1.0 if correct else 0.0)
+    assert score.correct is is_correct
+    assert score.reward == (1.0 if is_correct else 0.0)
 
 
-def test_the_held_out_problems_of_the_pages_are_repeated(task):
+def test_the_pages_name_the_count_of_distinct_held_out_prompts(task):
     assert len({task.prompt("test", index).text for index in range(512)}) == 371
     for page in ("docs/tutorial.md", "docs/compare.md"):
         assert "371" in (ROOT / page).read_text()
@@ -123,6 +128,6 @@ def test_an_unknown_split_is_refused(task):
 def test_a_tokenizer_without_digits_is_refused():
     backend = make_tokenizer().backend_tokenizer
     backend.normalizer = normalizers.Replace(Regex("[0-9]"), "?")
-    lossy = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    lossy_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     with pytest.raises(DataError, match="starter models"):
-        Arithmetic(lossy, ArithmeticConfig()).prompt("train", 0)
+        Arithmetic(lossy_tokenizer, ArithmeticConfig()).prompt("train", 0)

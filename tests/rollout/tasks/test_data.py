@@ -1,4 +1,4 @@
-"""Rows of every kind of source: which there are, what is refused and how it is said."""
+"""Data sets as rows: files, folders, benchmarks and the hub, what is refused, and how the error says it."""
 
 import gzip
 import json
@@ -26,20 +26,23 @@ COLUMNS = ColumnsConfig(problem="question", answer="gold", uid="key")
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """With copies of the benchmarks, or the test is skipped."""
+    """Return the folder with copies of the benchmarks, or skip the test."""
     return data_folder()
 
 
 @pytest.fixture(autouse=True)
 def no_local_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no folder of benchmarks set."""
     monkeypatch.delenv(DATA_FOLDER, raising=False)
 
 
-def rows(source, split="train", **settings):
+def rows_of(source, split="train", **settings):
+    """Return all rows of a source."""
     return list(find_source(DataConfig(source=str(source), **settings), split).rows())
 
 
-def write(path: Path, records: list[dict]) -> Path:
+def write_file(path: Path, records: list[dict]) -> Path:
+    """Write records as the kind of file that the name of the path says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records), encoding="utf-8")
@@ -51,50 +54,54 @@ def write(path: Path, records: list[dict]) -> Path:
     return path
 
 
-def only(row: DataRow) -> str | None:
-    """The one answer of a row, or None."""
+def only_answer(row: DataRow) -> str | None:
+    """Return the only answer of a row, or None."""
     assert len(row.answers) <= 1
     return row.answers[0] if row.answers else None
 
 
-def problem(n: int) -> dict:
+def record(n: int) -> dict:
+    """Return a row with a problem and its answer."""
     return {"problem": f"problem {n}", "answer": str(n)}
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_every_kind_of_file_gives_the_same_rows(suffix, tmp_path):
-    found = rows(write(tmp_path / f"own{suffix}", ROWS), columns=COLUMNS)
-    assert [row.problem for row in found] == [row["question"] for row in ROWS]
-    assert [only(row) for row in found] == ["2", "\\frac{\\pi}{2}", "-2"]
-    assert [row.uid for row in found] == ["a", "b", "c"]
-    assert found[2].where == f"{tmp_path}/own{suffix} {'line' if suffix == '.jsonl' else 'row'} 3"
+    file_rows = rows_of(write_file(tmp_path / f"data{suffix}", ROWS), columns=COLUMNS)
+
+    assert [row.problem for row in file_rows] == [row["question"] for row in ROWS]
+    assert [only_answer(row) for row in file_rows] == ["2", "\\frac{\\pi}{2}", "-2"]
+    assert [row.uid for row in file_rows] == ["a", "b", "c"]
+    assert file_rows[2].where == f"{tmp_path}/data{suffix} {'line' if suffix == '.jsonl' else 'row'} 3"
 
 
 def test_the_usual_columns_are_problem_answer_and_id(tmp_path):
-    named = [{"problem": "p", "answer": "1", "id": "x"}, {"problem": "q", "answer": "2", "id": 7}]
-    path = write(tmp_path / "a.jsonl", named)
-    assert [(row.problem, *row.answers, row.uid) for row in rows(path)] == [("p", "1", "x"), ("q", "2", "7")]
-    assert [row.uid for row in rows(path, columns=ColumnsConfig(uid="row"))] == ["0", "1"]
-    assert [row.uid for row in rows(write(tmp_path / "b.jsonl", [problem(5), problem(6)]))] == ["0", "1"]
+    records = [{"problem": "p", "answer": "1", "id": "x"}, {"problem": "q", "answer": "2", "id": 7}]
+    path = write_file(tmp_path / "a.jsonl", records)
+    assert [(row.problem, *row.answers, row.uid) for row in rows_of(path)] == [("p", "1", "x"), ("q", "2", "7")]
+    assert [row.uid for row in rows_of(path, columns=ColumnsConfig(uid="row"))] == ["0", "1"]
+    assert [row.uid for row in rows_of(write_file(tmp_path / "b.jsonl", [record(5), record(6)]))] == ["0", "1"]
 
 
 def test_wrong_columns_are_refused_with_those_that_are_there(tmp_path):
-    path = write(tmp_path / "own.jsonl", ROWS)
+    path = write_file(tmp_path / "own.jsonl", ROWS)
     for columns, role in ((ColumnsConfig(), "problem"), (ColumnsConfig(problem="question"), "answer")):
         with pytest.raises(DataError) as error:
-            rows(path, columns=columns)
+            rows_of(path, columns=columns)
         assert f"{path} line 1: no column '{role}' for the {role}; there are gold, key, question." in str(error.value)
         assert f"columns.{role}" in str(error.value)
+
     with pytest.raises(DataError, match="no column 'nr' for the uid"):
-        rows(path, columns=COLUMNS.model_copy(update={"uid": "nr"}))
+        rows_of(path, columns=COLUMNS.model_copy(update={"uid": "nr"}))
 
 
-def test_a_row_of_json_may_lack_the_answer_and_none_the_problem(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"problem": "p"}, problem(2)])
-    assert [only(row) for row in rows(path)] == [None, "2"]
-    write(path, [problem(1), {"answer": "3"}])
+def test_a_json_row_may_lack_the_answer_but_not_the_problem(tmp_path):
+    path = write_file(tmp_path / "a.jsonl", [{"problem": "p"}, record(2)])
+    assert [only_answer(row) for row in rows_of(path)] == [None, "2"]
+
+    write_file(path, [record(1), {"answer": "3"}])
     with pytest.raises(DataError, match=r"a.jsonl line 2: column 'problem' is empty"):
-        rows(path)
+        rows_of(path)
 
 
 @pytest.mark.parametrize(
@@ -119,25 +126,28 @@ def test_a_row_of_json_may_lack_the_answer_and_none_the_problem(tmp_path):
 def test_numbers_become_what_people_write(value, answer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"problem": "p", "answer": {value}}}\n')
-    assert [only(row) for row in rows(path)] == [answer]
+    assert [only_answer(row) for row in rows_of(path)] == [answer]
 
 
-@pytest.mark.parametrize(("value", "shown"), [("true", "True"), ("Infinity", "inf"), ("[[1]]", "[1]"), ("{}", "{}")])
-def test_what_is_neither_text_nor_number_is_refused(value, shown, tmp_path):
+@pytest.mark.parametrize(
+    ("value", "shown_value"), [("true", "True"), ("Infinity", "inf"), ("[[1]]", "[1]"), ("{}", "{}")]
+)
+def test_an_answer_that_is_neither_text_nor_number_is_refused(value, shown_value, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(f'{json.dumps(problem(1))}\n{{"problem": "p", "answer": {value}}}\n')
+    path.write_text(f'{json.dumps(record(1))}\n{{"problem": "p", "answer": {value}}}\n')
+
     with pytest.raises(DataError) as error:
-        rows(path)
-    assert f"{path} line 2: column 'answer' holds {shown}; it must be text in UTF-8 or a finite number" in str(
-        error.value
-    )
+        rows_of(path)
+
+    message = f"{path} line 2: column 'answer' holds {shown_value}; it must be text in UTF-8 or a finite number"
+    assert message in str(error.value)
 
 
-def test_integers_and_decimals_of_parquet_are_read_alike(tmp_path):
+def test_floats_and_decimals_of_parquet_are_read_alike(tmp_path):
     table = pyarrow.table({"problem": ["p", "q"], "answer": [1.0, 2.5]})
-    for kind, answers in ((pyarrow.float64(), ["1", "2.5"]), (pyarrow.decimal128(5, 2), ["1", "2.5"])):
-        parquet.write_table(table.set_column(1, "answer", table["answer"].cast(kind)), tmp_path / "a.parquet")
-        assert [only(row) for row in rows(tmp_path / "a.parquet")] == answers
+    for column_type, answers in ((pyarrow.float64(), ["1", "2.5"]), (pyarrow.decimal128(5, 2), ["1", "2.5"])):
+        parquet.write_table(table.set_column(1, "answer", table["answer"].cast(column_type)), tmp_path / "a.parquet")
+        assert [only_answer(row) for row in rows_of(tmp_path / "a.parquet")] == answers
 
 
 @pytest.mark.parametrize(
@@ -160,24 +170,26 @@ def test_integers_and_decimals_of_parquet_are_read_alike(tmp_path):
     ],
 )
 def test_the_answer_is_found_in_a_solution(form, text, answer, tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": text}])
-    assert [only(row) for row in rows(path, answers=form)] == [answer]
+    path = write_file(tmp_path / "a.jsonl", [{"problem": "p", "answer": text}])
+    assert [only_answer(row) for row in rows_of(path, answers=form)] == [answer]
 
 
 def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path):
-    path = write(tmp_path / "a.jsonl", [problem(n) for n in range(5)])
+    path = write_file(tmp_path / "a.jsonl", [record(n) for n in range(5)])
     with path.open("a") as file:
         file.write("not JSON\n")
-    assert [only(row) for row in rows(path, limit=5)] == ["0", "1", "2", "3", "4"]
+
+    assert [only_answer(row) for row in rows_of(path, limit=5)] == ["0", "1", "2", "3", "4"]
+
     with pytest.raises(DataError, match=r"a\.jsonl line 6 cannot be read"):
-        rows(path)
+        rows_of(path)
 
 
 LINE = b'{"problem": "p", "answer": 1}\n'
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "said"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", LINE + b'{"problem": "gr\xfc\xdf"}\n', "a.jsonl line 2 cannot be read as .jsonl: 'utf-8' codec"),
         ("a.jsonl", LINE.decode().encode("utf-16"), "a.jsonl line 1 cannot be read as .jsonl: 'utf-8' codec"),
@@ -228,126 +240,149 @@ LINE = b'{"problem": "p", "answer": 1}\n'
         ("a.txt", b"problem,answer\n", "is not one of .jsonl, .json, .csv, .parquet"),
     ],
 )
-def test_a_broken_file_is_refused_with_its_line(name, raw, said, tmp_path):
-    (tmp_path / name).write_bytes(raw)
+def test_a_broken_file_is_refused_with_its_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
-        rows(tmp_path / name)
-    assert said in str(error.value) and len(str(error.value)) < 500
+        rows_of(tmp_path / name)
+    assert message in str(error.value)
+    assert len(str(error.value)) < 500
 
 
-def test_text_in_parquet_that_is_not_utf8_is_found(tmp_path):
+def test_parquet_text_that_is_not_utf8_is_refused_with_its_row(tmp_path):
     texts = [b"ok"] * 1500 + [b"gr\xfc\xdf"]
     column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"problem": column, "answer": ["1"] * 1501}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet row 1281 .*'utf-8' codec.* of which up to 256 rows are read"):
-        rows(tmp_path / "a.parquet")
+        rows_of(tmp_path / "a.parquet")
 
 
 def test_a_byte_order_mark_and_empty_lines_are_no_problem(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'\xef\xbb\xbf{"problem": "p", "answer": "1"}\r\n\r\n{"problem": "q", "answer": 2}'
     )
-    assert [row.problem for row in rows(tmp_path / "a.jsonl")] == ["p", "q"]
+    assert [row.problem for row in rows_of(tmp_path / "a.jsonl")] == ["p", "q"]
 
 
 def test_a_folder_is_its_files_in_order(tmp_path):
-    write(tmp_path / "b.jsonl", [problem(3)])
-    write(tmp_path / "a" / "x.parquet", [problem(1), problem(2)])
+    write_file(tmp_path / "b.jsonl", [record(3)])
+    write_file(tmp_path / "a" / "x.parquet", [record(1), record(2)])
     (tmp_path / "README.md").write_text("no data")
-    write(tmp_path / ".hidden" / "y.jsonl", [problem(9)])
-    assert [only(row) for row in rows(tmp_path)] == ["1", "2", "3"]
+    write_file(tmp_path / ".hidden" / "y.jsonl", [record(9)])
+
+    assert [only_answer(row) for row in rows_of(tmp_path)] == ["1", "2", "3"]
+
+
+def test_a_folder_without_files_of_data_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"and holds none; give the path of a \.jsonl, \.json, \.csv, \.parquet"):
-        rows(tmp_path / "empty")
+        rows_of(tmp_path / "empty")
 
 
 def test_each_split_takes_its_files_of_a_folder(tmp_path):
-    write(tmp_path / "data" / "train-00000-of-00002.parquet", [problem(1)])
-    write(tmp_path / "data" / "train-00001-of-00002.parquet", [problem(2)])
-    write(tmp_path / "data" / "own_test.jsonl", [problem(3)])
-    write(tmp_path / "extra" / "more.jsonl", [problem(4)])
-    assert [only(row) for row in rows(tmp_path, "train")] == ["1", "2"]
-    assert [only(row) for row in rows(tmp_path, "test")] == ["3"]
-    extra = find_source(DataConfig(source=str(tmp_path), split="extra"), "train")
-    assert [only(row) for row in extra.rows()] == ["4"]
+    write_file(tmp_path / "data" / "train-00000-of-00002.parquet", [record(1)])
+    write_file(tmp_path / "data" / "train-00001-of-00002.parquet", [record(2)])
+    write_file(tmp_path / "data" / "own_test.jsonl", [record(3)])
+    write_file(tmp_path / "extra" / "more.jsonl", [record(4)])
+
+    assert [only_answer(row) for row in rows_of(tmp_path, "train")] == ["1", "2"]
+    assert [only_answer(row) for row in rows_of(tmp_path, "test")] == ["3"]
+
+    extra_source = find_source(DataConfig(source=str(tmp_path), split="extra"), "train")
+    assert [only_answer(row) for row in extra_source.rows()] == ["4"]
+
     with pytest.raises(DataError, match=r"no files of split 'dev', only data/own_test\.jsonl"):
         find_source(DataConfig(source=str(tmp_path), split="dev"), "train")
 
 
 def test_a_split_may_have_numbered_files_and_a_number(tmp_path, caplog):
     for index, name in enumerate(("train1", "train2", "train21", "test3"), start=1):
-        write(tmp_path / f"{name}.jsonl", [problem(index)])
-    assert [only(row) for row in rows(tmp_path, "train")] == ["1", "2", "3"] and not caplog.records
-    assert [only(row) for row in rows(tmp_path, "test")] == ["4"]
-    second = find_source(DataConfig(source=str(tmp_path), split="train2"), "train")
-    assert [only(row) for row in second.rows()] == ["2"]
+        write_file(tmp_path / f"{name}.jsonl", [record(index)])
+
+    assert [only_answer(row) for row in rows_of(tmp_path, "train")] == ["1", "2", "3"]
+    assert not caplog.records
+    assert [only_answer(row) for row in rows_of(tmp_path, "test")] == ["4"]
+
+    second_source = find_source(DataConfig(source=str(tmp_path), split="train2"), "train")
+    assert [only_answer(row) for row in second_source.rows()] == ["2"]
 
 
 def test_sources_of_the_same_name_get_numbers_of_their_own(tmp_path):
     files = [tmp_path / "d.jsonl", tmp_path / "x" / "d.jsonl", tmp_path / "d-1.jsonl"]
     for index, path in enumerate(files):
-        write(path, [problem(index)])
-    found = find_sources([DataConfig(source=str(path)) for path in files], "train")
-    assert [one.name for one in found] == ["d-2", "d-3", "d-1"]
-    assert [one.name for one in find_sources([DataConfig(source=str(path)) for path in files[:2]], "train")] == [
-        "d-1",
-        "d-2",
-    ]
+        write_file(path, [record(index)])
+
+    sources = find_sources([DataConfig(source=str(path)) for path in files], "train")
+
+    assert [source.name for source in sources] == ["d-2", "d-3", "d-1"]
+
+    two_sources = find_sources([DataConfig(source=str(path)) for path in files[:2]], "train")
+    assert [source.name for source in two_sources] == ["d-1", "d-2"]
 
 
 def test_files_without_a_split_beside_others_are_left_out(tmp_path, caplog):
-    write(tmp_path / "train.jsonl", [problem(1)])
-    write(tmp_path / "test.jsonl", [problem(2)])
-    assert [only(row) for row in rows(tmp_path, "train")] == ["1"] and not caplog.records
-    for number in range(7):
-        write(tmp_path / "extra" / f"more{number}.jsonl", [problem(3)])
-    assert [only(row) for row in rows(tmp_path, "train")] == ["1"]
+    write_file(tmp_path / "train.jsonl", [record(1)])
+    write_file(tmp_path / "test.jsonl", [record(2)])
+
+    assert [only_answer(row) for row in rows_of(tmp_path, "train")] == ["1"]
+    assert not caplog.records
+
+    for index in range(7):
+        write_file(tmp_path / "extra" / f"more{index}.jsonl", [record(3)])
+
+    assert [only_answer(row) for row in rows_of(tmp_path, "train")] == ["1"]
     (message,) = [record.message for record in caplog.records]
     assert "(train): 7 files name no split and are left out, for others do: extra/more0.jsonl, extra/more1" in message
     assert "extra/more4.jsonl and 2 more" in message
 
 
 def test_a_folder_of_test_files_alone_is_not_trained_on(tmp_path):
-    write(tmp_path / "test.jsonl", [problem(3)])
+    write_file(tmp_path / "test.jsonl", [record(3)])
     with pytest.raises(DataError, match="no files of split 'train'"):
-        rows(tmp_path, "train")
+        rows_of(tmp_path, "train")
 
 
 def test_an_unknown_benchmark_is_refused_with_a_guess():
     with pytest.raises(DataError) as error:
-        rows("gsm8")
+        rows_of("gsm8")
+
     assert "unknown benchmark 'gsm8'; did you mean 'gsm8k'?" in str(error.value)
     assert all(name in str(error.value) for name in BENCHMARKS)
+
     with pytest.raises(DataError, match=r"for the data set of the hub write hub:openai/gsm8k"):
-        rows("openai/gsm8k")
+        rows_of("openai/gsm8k")
+
     with pytest.raises(DataError, match=r"/nowhere/x\.jsonl does not exist"):
-        rows("/nowhere/x.jsonl")
+        rows_of("/nowhere/x.jsonl")
 
 
 def test_settings_that_do_not_fit_the_source_are_refused(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.jsonl", [problem(1)])
+    path = write_file(tmp_path / "a.jsonl", [record(1)])
+
     with pytest.raises(DataError, match="subset is 'main', but"):
-        rows(path, subset="main")
+        rows_of(path, subset="main")
+
     with pytest.raises(DataError, match=r"unknown split 'dev'. Valid: test, train"):
         find_source(DataConfig(source="gsm8k", split="dev"), "train")
+
     monkeypatch.setenv(DATA_FOLDER, str(path))
     with pytest.raises(DataError, match=r"JACKPOT_DATA is .* not a folder"):
-        rows("gsm8k")
+        rows_of("gsm8k")
 
 
 def test_a_benchmark_is_read_from_the_folder_jackpot_data(tmp_path, monkeypatch):
-    write(tmp_path / "gsm8k_train.jsonl", [{"question": "q", "answer": "1 + 1 = 2\n#### 2"}])
-    write(tmp_path / "gsm8k_test.jsonl", [{"question": "t", "answer": "#### 3"}])
-    write(tmp_path / "math_train.jsonl", [{"problem": "p", "solution": "It is $\\boxed{5}$."}])
+    write_file(tmp_path / "gsm8k_train.jsonl", [{"question": "q", "answer": "1 + 1 = 2\n#### 2"}])
+    write_file(tmp_path / "gsm8k_test.jsonl", [{"question": "t", "answer": "#### 3"}])
+    write_file(tmp_path / "math_train.jsonl", [{"problem": "p", "solution": "It is $\\boxed{5}$."}])
     monkeypatch.setenv(DATA_FOLDER, str(tmp_path))
-    assert [(row.problem, *row.answers) for row in rows("gsm8k", "train")] == [("q", "2")]
-    assert [(row.problem, *row.answers) for row in rows("gsm8k", "test")] == [("t", "3")]
+
+    assert [(row.problem, *row.answers) for row in rows_of("gsm8k", "train")] == [("q", "2")]
+    assert [(row.problem, *row.answers) for row in rows_of("gsm8k", "test")] == [("t", "3")]
     assert [row.problem for row in find_source(DataConfig(source="gsm8k", split="test"), "train").rows()] == ["t"]
-    assert [only(row) for row in rows("math")] == ["5"]
+    assert [only_answer(row) for row in rows_of("math")] == ["5"]
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "count", "without", "first"),
+    ("name", "split", "count", "missing_count", "first_answer"),
     [  # counts as their README states them; the answers were read by eye
         ("gsm8k", "train", 7473, 0, "72"),
         ("gsm8k", "test", 1319, 0, "18"),
@@ -357,13 +392,20 @@ def test_a_benchmark_is_read_from_the_folder_jackpot_data(tmp_path, monkeypatch)
         ("aime24", "test", 30, 0, "204"),
     ],
 )
-def test_the_copies_of_the_benchmarks_are_read_whole(name, split, count, without, first, folder, monkeypatch):
+def test_the_copies_of_the_benchmarks_are_read_whole(
+    name, split, count, missing_count, first_answer, folder, monkeypatch
+):
     monkeypatch.setenv(DATA_FOLDER, str(folder))
-    found = rows(name, split)
-    assert (len(found), sum(not row.answers for row in found), found[0].answers[0]) == (count, without, first)
-    assert len({row.uid for row in found}) == count
+
+    benchmark_rows = rows_of(name, split)
+
+    assert len(benchmark_rows) == count
+    assert sum(not row.answers for row in benchmark_rows) == missing_count
+    assert benchmark_rows[0].answers[0] == first_answer
+    assert len({row.uid for row in benchmark_rows}) == count
+
     if name == "amc22_23":  # floats in the file, integers for the verifier
-        assert all(row.answers[0].lstrip("-").isdigit() for row in found)
+        assert all(row.answers[0].lstrip("-").isdigit() for row in benchmark_rows)
 
 
 @pytest.fixture
@@ -371,25 +413,29 @@ def hub(tmp_path, monkeypatch) -> str:
     """A data set as `datasets` loads it, from a folder in place of the network."""
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    write(tmp_path / "set" / "train.jsonl", ROWS)
-    write(tmp_path / "set" / "test.jsonl", ROWS[:1])
+    write_file(tmp_path / "set" / "train.jsonl", ROWS)
+    write_file(tmp_path / "set" / "test.jsonl", ROWS[:1])
     return f"hub:{tmp_path / 'set'}"
 
 
 def test_a_data_set_of_the_hub_is_read_again_and_again(hub):
     columns = ColumnsConfig(problem="question", answer="key")
     source = find_source(DataConfig(source=hub, columns=columns), "train")
+
     for _ in range(2):
         assert [row.problem for row in source.rows()] == [row["question"] for row in ROWS]
-    assert len(rows(hub, "test", columns=columns)) == 1
+
+    assert len(rows_of(hub, "test", columns=columns)) == 1
     assert len(list(find_source(DataConfig(source=hub, columns=columns, split="test"), "train").rows())) == 1
 
 
 def test_a_subset_or_split_that_the_hub_does_not_have_is_refused(hub):
     columns = ColumnsConfig(problem="question", answer="key")
-    for settings, said in (({"subset": "socratic"}, "socratic"), ({"split": "dev"}, "dev")):
+
+    for settings, missing_name in (({"subset": "socratic"}, "socratic"), ({"split": "dev"}, "dev")):
         with pytest.raises(
-            DataError, match=f"cannot be fetched from the hub, after row 0: .*{said}.*Check its name, subset and split"
+            DataError,
+            match=f"cannot be fetched from the hub, after row 0: .*{missing_name}.*Check its name, subset and split",
         ):
             list(find_source(DataConfig(source=hub, columns=columns, **settings), "train").rows())
 
@@ -397,8 +443,10 @@ def test_a_subset_or_split_that_the_hub_does_not_have_is_refused(hub):
 def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
     with pytest.raises(DataError) as error:
-        rows("aime25", "test")
+        rows_of("aime25", "test")
+
     assert str(error.value).startswith("math-ai/aime25 (test) cannot be fetched from the hub, after row 0: ")
     assert "or give a local file as source, or put aime25.jsonl into a folder and set JACKPOT_DATA to it" in str(
         error.value
@@ -407,9 +455,9 @@ def test_without_a_hub_the_error_says_what_else_to_do(monkeypatch):
 
 def test_without_datasets_only_the_hub_is_out_of_reach(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert len(rows(write(tmp_path / "a.jsonl", [problem(1)]))) == 1
+    assert len(rows_of(write_file(tmp_path / "a.jsonl", [record(1)]))) == 1
     with pytest.raises(DataError, match="It needs the package datasets"):
-        rows("hub:owner/name")
+        rows_of("hub:owner/name")
 
 
 def test_a_benchmark_can_be_asked_for_in_either_role():

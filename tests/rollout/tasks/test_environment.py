@@ -45,12 +45,14 @@ def task() -> EnvironmentTask:
 
 
 def test_a_prompt_is_the_first_observation_of_its_seed(task) -> None:
-    first, again, other, held_out = (
-        task.prompt(split, index) for split, index in (("train", 0), ("train", 0), ("train", 1), ("test", 0))
-    )
-    assert first == again and len({first.text, other.text, held_out.text}) == 3
-    assert first.text.endswith(" left\n") and first.token_ids == tuple(first.text.encode())
-    assert task.size("train") is None and task.turn_end_token_ids == (TOKENIZER.eos_token_id,)
+    first_prompt = task.prompt("train", 0)
+    assert task.prompt("train", 0) == first_prompt
+    assert len({first_prompt.text, task.prompt("train", 1).text, task.prompt("test", 0).text}) == 3
+
+    assert first_prompt.text.endswith(" left\n")
+    assert first_prompt.token_ids == tuple(first_prompt.text.encode())
+    assert task.size("train") is None
+    assert task.turn_end_token_ids == (TOKENIZER.eos_token_id,)
 
 
 def test_every_turn_of_the_model_is_an_action_and_rewards_add_up(task) -> None:
@@ -64,40 +66,48 @@ def test_every_turn_of_the_model_is_an_action_and_rewards_add_up(task) -> None:
     assert task.reply(response("1", " 0")) == f"\n{start - 1} left\n"
     assert task.reply(response("1", str(start - 1))) is None  # it has ended
     assert task.reply(response("1", "0", "0")) is None  # it was cut off
-    right, wrong, cut = task.scores(
-        [response("1", str(start - 1)), response("1", "0", "0"), response("1", "9", finished=False)]
-    )
-    assert right.reward == pytest.approx(start / 2000) and right.correct
-    assert wrong.reward == cut.reward == pytest.approx(1 / 2000) and not wrong.correct and not cut.correct
+
+    responses = [response("1", str(start - 1)), response("1", "0", "0"), response("1", "9", finished=False)]
+    right_score, wrong_score, cut_score = task.scores(responses)
+    assert right_score.reward == pytest.approx(start / 2000)  # the sum of the actions by 2,000
+    assert right_score.correct
+    assert wrong_score.reward == pytest.approx(1 / 2000)
+    assert not wrong_score.correct
+    assert cut_score.reward == pytest.approx(1 / 2000)  # the turn that was cut is no action
+    assert not cut_score.correct
     assert Countdown.closed[-3:] == [0, start - 1, start - 1]
 
 
 def test_the_turns_of_a_response_are_what_the_model_sampled() -> None:
     ids = torch.tensor([*b"12", 256, *b"\nno\n", *b"13", 256])
-    sampled = torch.tensor([True] * 3 + [False] * 4 + [True] * 3)
-    two = decoded_response(TOKENIZER, None, ids, sampled, True)
-    assert (two.text, two.turns) == ("12\nno\n13", ("12", "13"))
-    assert decoded_response(TOKENIZER, None, ids[:3], sampled[:3], True).turns == ("12",)
-    assert decoded_response(TOKENIZER, None, ids[:7], sampled[:7], True).turns == ("12",)
+    sampled_mask = torch.tensor([True] * 3 + [False] * 4 + [True] * 3)  # not the reply between the turns
+
+    response = decoded_response(TOKENIZER, None, ids, sampled_mask, finished=True)
+    assert (response.text, response.turns) == ("12\nno\n13", ("12", "13"))
+
+    assert decoded_response(TOKENIZER, None, ids[:3], sampled_mask[:3], finished=True).turns == ("12",)
+    assert decoded_response(TOKENIZER, None, ids[:7], sampled_mask[:7], finished=True).turns == ("12",)
 
 
-@pytest.mark.parametrize(("last", "counted"), [((), 12), ((256,), 21)])
-def test_a_complete_turn_counts_and_a_cut_one_does_not(task, last, counted) -> None:
-    ids = torch.tensor([*b"12", 256, *b"\n1 left\n", *b"9", *last])
-    sampled = torch.tensor([True] * 3 + [False] * 8 + [True] * (1 + len(last)))
+@pytest.mark.parametrize(("last_ids", "counted_sum"), [((), 12), ((256,), 21)])  # 256 ends a turn
+def test_a_complete_turn_counts_and_a_cut_one_does_not(task, last_ids, counted_sum) -> None:
+    ids = torch.tensor([*b"12", 256, *b"\n1 left\n", *b"9", *last_ids])
+    sampled_mask = torch.tensor([True] * 3 + [False] * 8 + [True] * (1 + len(last_ids)))
     rollout = Rollout(
         uid="a",
         prompt=task.prompt("train", 3),
         finish="length",
         token_ids=ids,
         rollout_log_probs=torch.zeros(len(ids)),
-        sampled_mask=sampled,
+        sampled_mask=sampled_mask,
         top_ids=torch.zeros(len(ids), 0, dtype=torch.int64),
         top_log_probs=torch.zeros(len(ids), 0),
         versions=torch.zeros(len(ids), 2, dtype=torch.int64),
     )
+
     _, [score] = score_rollouts([rollout], task, TOKENIZER)
-    assert score.reward == pytest.approx(counted / 2000)
+
+    assert score.reward == pytest.approx(counted_sum / 2000)
 
 
 CHATS = {  # chat template, its special tokens, the one that ends a turn, and the reply "no"
@@ -124,17 +134,20 @@ CHATS = {  # chat template, its special tokens, the one that ends a turn, and th
 }
 
 
-@pytest.mark.parametrize(("template", "tokens", "end", "reply"), CHATS.values(), ids=CHATS)
-def test_a_turn_ends_with_the_token_of_template_or_sequence(template, tokens, end, reply) -> None:
+@pytest.mark.parametrize(("template", "special_tokens", "end_token", "reply"), CHATS.values(), ids=CHATS)
+def test_a_turn_ends_with_the_token_of_template_or_sequence(template, special_tokens, end_token, reply) -> None:
     tokenizer = make_byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.add_special_tokens({"additional_special_tokens": special_tokens})
     tokenizer.chat_template = template
     settings = EnvironmentConfig(import_path=f"{__name__}:Countdown", kwargs={"limit": 3})
-    ends = make_task(settings, tokenizer).turn_end_token_ids
-    assert ends == tuple(dict.fromkeys([tokenizer.convert_tokens_to_ids(end), tokenizer.eos_token_id]))
+
+    end_ids = make_task(settings, tokenizer).turn_end_token_ids
+    assert end_ids == tuple(dict.fromkeys([tokenizer.convert_tokens_to_ids(end_token), tokenizer.eos_token_id]))
+
     assert Template("chat", tokenizer, instruction="", system_prompt=None).reply("no") == reply
-    plain = make_task(settings.model_copy(update={"template": "plain"}), tokenizer)
-    assert plain.turn_end_token_ids == (tokenizer.eos_token_id,)
+
+    plain_task = make_task(settings.model_copy(update={"template": "plain"}), tokenizer)
+    assert plain_task.turn_end_token_ids == (tokenizer.eos_token_id,)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +172,8 @@ def test_a_chat_template_without_earlier_turns_is_refused(template, has_end, pro
 
 def test_an_exception_names_prompt_seed_and_actions(task) -> None:
     prompt = task.prompt("train", 3)
-    said = rf"{__name__}:Countdown' failed in environment/train/3, seed \d+, after 1 actions: ValueError: .*'word'"
-    with pytest.raises(DataError, match=said):
+    message = rf"{__name__}:Countdown' failed in environment/train/3, seed \d+, after 1 actions: ValueError: .*'word'"
+    with pytest.raises(DataError, match=message):
         task.reply(DecodedResponse(prompt, "", True, ("1", "word")))
 
 
@@ -170,10 +183,12 @@ def test_a_reply_stands_where_the_next_message_stands() -> None:
         "{% for message in messages %}[{{ message.role }}]{{ message.content }}<end>|{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
+
     replies = {
         name: Template(name, tokenizer, instruction="", system_prompt=None).reply("no")
         for name in ("chat", "base", "plain")
     }
+
     assert replies == {
         "chat": "|[user]no<end>|[assistant]",
         "base": "\n\nQuestion:\nno\n\nAnswer:\n",

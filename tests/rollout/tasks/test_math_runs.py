@@ -1,4 +1,4 @@
-"""The math task in real runs: rows left out are reported, everything is closed."""
+"""The math task in a real run: rows left out are reported, and it trains and is evaluated on the others."""
 
 import json
 from pathlib import Path
@@ -28,18 +28,20 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def data(tmp_path) -> Path:
     """40 problems: two have no answer, one is long."""
-    answers = [None if number in (5, 30) else number for number in range(40)]
-    problems = [f"what is {number}?" * (100 if number == 7 else 1) for number in range(40)]
+    answers = [None if index in (5, 30) else index for index in range(40)]
+    problems = [f"what is {index}?" * (100 if index == 7 else 1) for index in range(40)]
     return write_problems(tmp_path / "forty.jsonl", answers, problem=problems)
 
 
 def config_of(model: Path, train: dict, test: dict, iterations: int) -> Config:
+    """Return the config of a run of six prompts, with two responses each, on a CPU."""
     task = {
         "name": "math",
         "train": train,
         "test": test,
         "rewards": ["helpers.reward_functions:remainder"],
     }
+
     return build_config(
         {
             "iterations": iterations,
@@ -57,20 +59,27 @@ def config_of(model: Path, train: dict, test: dict, iterations: int) -> Config:
 
 
 def events(folder: Path, name: str) -> list[dict]:
+    """Return the events of this name, without their times."""
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key != "time"} for line in lines if line["event"] == name]
 
 
 def test_a_run_trains_on_the_problems_that_are_left(model, data, tmp_path):
-    lines = run(config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}, 1), tmp_path / "run")
-    expected = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
-    expected |= {"max_prompt_tokens": 200, "unreadable_answer": 0, "unknown_tokens": 0}
+    lines = run(
+        config_of(model, {"source": str(data)}, {"source": str(data), "limit": 20}, iterations=1), tmp_path / "run"
+    )
+
+    common_fields = {"iteration": 0, "event": "data", "source": "forty", "long_answer": 0, "too_long": 1}
+    common_fields |= {"max_prompt_tokens": 200, "unreadable_answer": 0, "unknown_tokens": 0}
     assert events(tmp_path / "run", "data") == [
-        expected | {"split": "train", "rows": 40, "without_answer": 2},
-        expected | {"split": "test", "rows": 20, "without_answer": 1},
+        common_fields | {"split": "train", "rows": 40, "without_answer": 2},
+        common_fields | {"split": "test", "rows": 20, "without_answer": 1},
     ]
-    assert lines[-1]["iteration"] == 1 and 0.0 < lines[-1]["reward/mean"] < 1.0
-    answered = (tmp_path / "run" / "eval" / "iteration-000001-policy.jsonl").read_text().splitlines()
-    assert [json.loads(line)["prompt_uid"] for line in answered] == [
-        f"forty/test/{number}" for number in range(20) if number not in (5, 7)
+
+    assert lines[-1]["iteration"] == 1
+    assert 0.0 < lines[-1]["reward/mean"] < 1.0
+
+    response_lines = (tmp_path / "run" / "eval" / "iteration-000001-policy.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt_uid"] for line in response_lines] == [
+        f"forty/test/{index}" for index in range(20) if index not in (5, 7)
     ]

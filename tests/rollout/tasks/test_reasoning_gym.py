@@ -14,15 +14,17 @@ pytestmark = pytest.mark.slow
 
 
 def task_of(*dataset, **settings) -> ReasoningGym:
+    """Return the task of these data sets, or skip the test."""
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[gym]'")
     return make_task(ReasoningGymConfig.model_validate({"dataset": dataset, **settings}), text_tokenizer())
 
 
 @pytest.fixture(scope="module")
 def task():
-    made = task_of("chain_sum", {"name": "letter_counting", "weight": 3.0})
-    yield made
-    made.close()
+    """A quarter of the problems are sums, the others letters to count."""
+    mixed_task = task_of("chain_sum", {"name": "letter_counting", "weight": 3.0})
+    yield mixed_task
+    mixed_task.close()
 
 
 def test_the_tagged_answer_counts_or_all_of_the_response(task):
@@ -33,23 +35,30 @@ def test_the_tagged_answer_counts_or_all_of_the_response(task):
         f"It is {prompt.answer}.",
         "<answer></answer>",
     ]
-    scores = task.scores([DecodedResponse(prompt, response, True) for response in responses])
+
+    scores = task.scores([DecodedResponse(prompt, response, finished=True) for response in responses])
+
     assert [score.correct for score in scores] == [True, True, False, False]
-    assert scores[0].reward == 1.0 and not any(score.reward_error for score in scores)
+    assert scores[0].reward == 1.0
+    assert not any(score.reward_error for score in scores)
 
 
 def test_another_pattern_finds_the_answer():
     task = task_of("chain_sum", answer_regex=r"-?\d+")
     prompt = task.prompt("test", 0)
     responses = [f"7 and 5 are {prompt.answer}.", f"{prompt.answer} is not 7", "no number"]
-    scores = task.scores([DecodedResponse(prompt, response, True) for response in responses])
+
+    scores = task.scores([DecodedResponse(prompt, response, finished=True) for response in responses])
+
     assert [score.correct for score in scores] == [True, False, False]
+
     task.close()
 
 
 def test_the_same_index_is_the_same_problem_in_another_task(task):
-    again = task_of("chain_sum", {"name": "letter_counting", "weight": 3.0})
-    assert [again.prompt("train", index) for index in range(6)] == [task.prompt("train", index) for index in range(6)]
+    other_task = task_of("chain_sum", {"name": "letter_counting", "weight": 3.0})
+    for index in range(6):
+        assert other_task.prompt("train", index) == task.prompt("train", index)
     assert {task.prompt("test", index).uid.partition("/")[0] for index in range(2)} == {"chain_sum", "letter_counting"}
 
 
@@ -59,8 +68,8 @@ def test_settings_of_a_data_set_may_be_lists():
 
 
 def test_no_question_is_in_both_splits(task):
-    train, test = ({task.prompt(split, index).text for index in range(200)} for split in ("train", "test"))
-    assert not train & test
+    train_texts, test_texts = ({task.prompt(split, index).text for index in range(200)} for split in ("train", "test"))
+    assert not train_texts & test_texts
 
 
 def test_prompts_are_mixed_by_weight(task):

@@ -18,6 +18,7 @@ def test_a_sum_is_asked_by_the_chat_template(task):
     prompt = task.prompt("train", 0)
     first, second = task.operands("train", 0)
     question = f"What is {first} + {second}? Answer with the number."
+
     assert prompt.text == f"<|user|>{question}<|end|><|assistant|>"
     assert prompt.answer == str(first + second)
     assert text_tokenizer().decode(prompt.token_ids) == prompt.text
@@ -34,15 +35,15 @@ def test_a_question_without_the_sum_is_refused():
         SumsConfig(question="What is it?")
 
 
-def test_a_third_of_the_sums_is_held_out_in_any_order(task):
-    train, test = ({task.operands(split, index) for index in range(4000)} for split in ("train", "test"))
-    assert len(train | test) == 400  # all pairs of 1 to 20
-    assert not {tuple(sorted(terms)) for terms in train} & {tuple(sorted(terms)) for terms in test}
-    assert len(test) == 104
+def test_no_held_out_sum_is_trained_on_in_either_order(task):
+    train_pairs, test_pairs = ({task.operands(split, index) for index in range(4000)} for split in ("train", "test"))
+    assert len(train_pairs | test_pairs) == 400  # all pairs of 1 to 20
+    assert not {tuple(sorted(terms)) for terms in train_pairs} & {tuple(sorted(terms)) for terms in test_pairs}
+    assert len(test_pairs) == 104  # what the hash holds out of the 400, where a third is asked for
 
 
 @pytest.mark.parametrize(
-    ("response", "correct"),
+    ("response", "is_correct"),
     [
         ("14 + 9 = 23", True),
         ("The answer is 23.", True),
@@ -56,7 +57,7 @@ def test_a_third_of_the_sums_is_held_out_in_any_order(task):
     ],
 )
 @pytest.mark.parametrize("finished", [True, False])
-def test_the_last_number_counts(task, response, correct, finished):
+def test_the_last_number_counts(task, response, is_correct, finished):
     prompt = Prompt(uid="p", text="What is 14 + 9?", answer="23", token_ids=())
-    assert task.score(prompt, response, finished).correct is correct
-    assert task.score(prompt, response, finished).reward == float(correct)
+    assert task.score(prompt, response, finished).correct is is_correct
+    assert task.score(prompt, response, finished).reward == float(is_correct)

@@ -25,8 +25,8 @@ def test_the_model_calls_with_equals_signs_alone(task):
 def test_a_token_that_ends_with_an_equals_sign_is_a_call_too():
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["+1=", "=+"])
-    ends = ToolArithmetic(tokenizer, ToolArithmeticConfig()).turn_end_token_ids
-    assert tokenizer.convert_ids_to_tokens(list(ends)) == ["=", "+1="]
+    end_ids = ToolArithmetic(tokenizer, ToolArithmeticConfig()).turn_end_token_ids
+    assert tokenizer.convert_ids_to_tokens(list(end_ids)) == ["=", "+1="]
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,15 @@ def test_it_adds_two_numbers_written_since_the_last_separator(task, response, an
 
 
 def test_problems_and_rewards_are_those_of_arithmetic(task):
-    plain = Arithmetic(make_tokenizer(), ArithmeticConfig())
+    plain_task = Arithmetic(make_tokenizer(), ArithmeticConfig())
+
     for split in ("train", "test"):
-        assert [task.prompt(split, n) for n in range(20)] == [plain.prompt(split, n) for n in range(20)]
+        for index in range(20):
+            assert task.prompt(split, index) == plain_task.prompt(split, index)
         assert task.size(split) is None
+
     for response in ("46+5=51#51", "#51", "46+5=?#51", "46+5=51", "#51#51", "#46+5=51"):
         for finished in (True, False):
-            assert task.score(PROMPT, response, finished) == plain.score(PROMPT, response, finished)
-    assert task.score(PROMPT, "46+5=51#51", True).correct
+            assert task.score(PROMPT, response, finished) == plain_task.score(PROMPT, response, finished)
+
+    assert task.score(PROMPT, "46+5=51#51", finished=True).correct

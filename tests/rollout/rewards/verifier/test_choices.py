@@ -1,4 +1,4 @@
-"""Multiple choice: letters with and without the texts of their options."""
+"""Multiple choice: which answers are right by the letter of an option, with and without its text."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_another_letter_two_letters_and_none_are_wrong(answer, option):
 
 
 @pytest.mark.parametrize(
-    ("option", "right", "wrong"),
+    ("option", "right_text", "wrong_text"),
     [
         ("3x+1", "1+3x", "3x+2"),
         ("142", "142", "143"),
@@ -70,14 +70,19 @@ def test_another_letter_two_letters_and_none_are_wrong(answer, option):
         ("= 3", "= 3", "= 4"),
     ],
 )
-def test_another_text_is_wrong_even_with_the_letter(option, right, wrong):
+def test_another_text_is_wrong_even_with_the_letter(option, right_text, wrong_text):
     reference = choice("C", option)
-    assert is_right(right, reference) is is_right(f"C. {right}", reference) is True
-    assert is_right(wrong, reference) is is_right(f"C. {wrong}", reference) is False
-    assert is_right(f"D. {right}", reference) is False
+
+    for answer in (right_text, f"C. {right_text}"):
+        assert is_right(answer, reference) is True
+
+    for answer in (wrong_text, f"C. {wrong_text}"):
+        assert is_right(answer, reference) is False
+
+    assert is_right(f"D. {right_text}", reference) is False
 
 
-def test_a_letter_counts_where_another_option_is_called_so():
+def test_the_letter_counts_not_an_option_called_like_a_letter():
     assert is_right("C", choice("B", "C")) is False  # vitamin C, which is option B
     assert is_right("B", choice("B", "C")) is True
 
@@ -88,10 +93,11 @@ def test_another_choice_after_the_letter_is_wrong():
     assert is_right("A. 5, B", "(A)") is False
     assert is_right("(A)+1", "(A)") is False
     assert is_right("A. B", "(A)") is False
-    for other in ("(A) or (c)", "A) or option c", "(A) is wrong", "(A) is not it", "A. 5, (b)"):
-        assert is_right(other, "(A)") is False
-    for text in ("(A) salt and a lemon", "A. f(x) or g(x)", "(A) is the answer", "A: not possible"):
-        assert is_right(text, "(A)") is True
+
+    for answer in ("(A) or (c)", "A) or option c", "(A) is wrong", "(A) is not it", "A. 5, (b)"):
+        assert is_right(answer, "(A)") is False
+    for answer in ("(A) salt and a lemon", "A. f(x) or g(x)", "(A) is the answer", "A: not possible"):
+        assert is_right(answer, "(A)") is True
 
 
 @pytest.mark.parametrize("expression", ["(A)(B)", r"(A) \cup (B)", "(A) + 3"])
@@ -100,7 +106,7 @@ def test_an_expression_with_a_letter_in_front_is_no_choice(expression):
     assert is_right(expression, expression) is True
 
 
-def test_a_text_that_is_too_long_to_be_compared_is_left_out():
+def test_an_option_text_too_long_to_compare_is_left_out():
     assert choice("A", "x " * 2000) == "(A)"
 
 

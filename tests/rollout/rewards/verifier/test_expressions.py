@@ -1,4 +1,4 @@
-"""Equality by algebra, and what math-verify alone gets wrong."""
+"""Equality by algebra: what is right, what is wrong, and what math-verify alone takes for equal and is not."""
 
 import pytest
 from math_verify import parse, verify
@@ -73,7 +73,7 @@ UNEQUAL = [
     (r"\frac{", "x"),
     ("(" * 1500, "x"),
 ]
-MISTAKES_OF_MATH_VERIFY = [  # each is equal to it
+MISTAKES_OF_MATH_VERIFY = [  # each pair is equal to it
     (r"3^{-40}", r"3^{-41}"),
     (r"\frac{\pi}{10^{30}}", r"\frac{2\pi}{10^{30}}"),
     ("1.414214", r"\sqrt{2}"),
@@ -104,6 +104,6 @@ def test_unequal_expressions_and_nonsense_are_wrong(answer, reference):
 
 
 @pytest.mark.parametrize(("answer", "reference"), MISTAKES_OF_MATH_VERIFY)
-def test_what_math_verify_takes_for_equal_and_is_not_is_wrong(answer, reference):
+def test_unequal_pairs_that_math_verify_calls_equal_are_wrong(answer, reference):
     assert verify(parse(f"${reference}$", parsing_timeout=None), parse(f"${answer}$", parsing_timeout=None))
     assert compare(answer, reference, equal_expressions) is False

@@ -1,4 +1,4 @@
-"""Which part of a response is its answer."""
+"""Which part of a response is its final answer, and which responses have the asked format."""
 
 import time
 
@@ -59,11 +59,11 @@ def test_a_cut_response_answers_in_a_box_or_a_finished_line():
     assert final_answer("#### 12\n", finished=False) == "12"
 
 
-@pytest.mark.parametrize("before, after", [(r"\boxed{", "}"), ("#### ", "")])
-def test_an_answer_has_a_greatest_length(before, after):
-    longest = "x" * MAX_ANSWER_LENGTH
-    assert final_answer(before + longest + after, finished=True) == longest
-    assert final_answer(before + longest + "x" + after, finished=True) is None
+@pytest.mark.parametrize(("prefix", "suffix"), [(r"\boxed{", "}"), ("#### ", "")])
+def test_an_answer_has_a_greatest_length(prefix, suffix):
+    longest_answer = "x" * MAX_ANSWER_LENGTH
+    assert final_answer(prefix + longest_answer + suffix, finished=True) == longest_answer
+    assert final_answer(prefix + longest_answer + "x" + suffix, finished=True) is None
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,11 @@ def test_an_answer_has_a_greatest_length(before, after):
     ids=["nested boxes", "a box", "hashes", "braces"],
 )
 def test_ten_megabytes_take_no_time(response):
-    before = time.process_time()
+    start_time = time.process_time()
+
     final_answer(response, finished=True)
-    assert time.process_time() - before < 2.0
+
+    assert time.process_time() - start_time < 2.0  # seconds
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Numbers and their units."""
+"""Which texts are numbers, which value and unit each one has, and which units agree."""
 
 from fractions import Fraction
 
@@ -11,7 +11,8 @@ from jackpot.rollout.rewards.verifier.numbers import parse_quantity
 from jackpot.rollout.rewards.verifier.units import LABEL, units_agree
 
 
-def read(text, is_reference=False):
+def quantity_of(text, is_reference=False):
+    """Return value and unit of a text, None where it is no number."""
     return parse_quantity(normalize(text), is_reference)
 
 
@@ -63,7 +64,8 @@ def read(text, is_reference=False):
     ],
 )
 def test_numbers_and_known_units_are_read_exactly(text, value, unit):
-    assert read(text) == read(text, is_reference=True) == (value, unit)
+    assert quantity_of(text) == (value, unit)
+    assert quantity_of(text, is_reference=True) == (value, unit)
 
 
 NO_NUMBERS = [
@@ -96,23 +98,27 @@ NO_NUMBERS += ["18eggs", "3 eighths", r"3\text{ ninths}", "5 sin x", r"5\text{ l
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
 def test_nothing_else_is_a_number(text):
-    assert read(text) is None
-    assert read(text, is_reference=True) is None
+    assert quantity_of(text) is None
+    assert quantity_of(text, is_reference=True) is None
 
 
 def test_plain_words_are_a_label_in_an_answer_alone():
-    assert read("18 eggs") == (18, LABEL)
-    assert read("18 eggs", is_reference=True) is None
+    assert quantity_of("18 eggs") == (18, LABEL)
+    assert quantity_of("18 eggs", is_reference=True) is None
 
 
 def test_two_known_units_must_be_the_same():
-    assert units_agree("", "meter") and units_agree("meter", "") and units_agree("meter", "meter")
+    assert units_agree("", "meter")
+    assert units_agree("meter", "")
+    assert units_agree("meter", "meter")
     assert not units_agree("meter", "centimeter")
 
 
 def test_a_label_is_no_unit_where_the_reference_has_one():
     assert not units_agree(LABEL, "meter")
-    assert units_agree(LABEL, "") and units_agree(LABEL, LABEL) and units_agree("meter", LABEL)
+    assert units_agree(LABEL, "")
+    assert units_agree(LABEL, LABEL)
+    assert units_agree("meter", LABEL)
 
 
 spellings = st.sampled_from(
@@ -121,16 +127,18 @@ spellings = st.sampled_from(
 
 
 @given(st.integers(-(10**30), 10**30), st.integers(1, 10**30), spellings)
-def test_every_fraction_is_its_value_in_every_spelling(top, bottom, spelling):
-    assert read(spelling.format(top, bottom)) == (Fraction(top, bottom), "")
+def test_every_fraction_is_its_value_in_every_spelling(numerator, denominator, spelling):
+    assert quantity_of(spelling.format(numerator, denominator)) == (Fraction(numerator, denominator), "")
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=7))
-def test_every_decimal_is_its_value_with_and_without_separators(number):
-    assert read(f"{number:f}") == read(f"{number:,f}") == (Fraction(number), "")
+def test_every_decimal_is_its_value_with_and_without_separators(decimal):
+    assert quantity_of(f"{decimal:f}") == (Fraction(decimal), "")
+    assert quantity_of(f"{decimal:,f}") == (Fraction(decimal), "")
 
 
 def test_a_power_of_ten_has_at_most_four_digits():
     """More would be a number that fills the memory, and is compared as text."""
-    assert read(r"2\times 10^{9999}").value == 2 * 10**9999
-    assert read(r"2\times 10^{10000}") is None and read(r"2\times 10^{-10000}") is None
+    assert quantity_of(r"2\times 10^{9999}").value == 2 * 10**9999
+    assert quantity_of(r"2\times 10^{10000}") is None
+    assert quantity_of(r"2\times 10^{-10000}") is None

@@ -1,4 +1,4 @@
-r"""Spellings of a right answer, each with a wrong answer that differs in the same place."""
+"""Spellings of a right answer, each beside a wrong answer that differs from it in the same place."""
 
 import pytest
 
@@ -116,16 +116,16 @@ BY_ALGEBRA = [
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong", "reference"), TWINS)
-def test_a_spelling_is_right_and_its_twin_is_wrong(right, wrong, reference):
-    assert compare_without_algebra(right, reference) is True
-    assert compare(wrong, reference, equal_expressions) is False
+@pytest.mark.parametrize(("right_answer", "wrong_answer", "reference"), TWINS)
+def test_a_spelling_is_right_and_its_twin_is_wrong(right_answer, wrong_answer, reference):
+    assert compare_without_algebra(right_answer, reference) is True
+    assert compare(wrong_answer, reference, equal_expressions) is False
 
 
-@pytest.mark.parametrize(("right", "wrong", "reference"), BY_ALGEBRA)
-def test_algebra_reads_these_spellings_too(right, wrong, reference):
-    assert compare(right, reference, equal_expressions) is True
-    assert compare(wrong, reference, equal_expressions) is False
+@pytest.mark.parametrize(("right_answer", "wrong_answer", "reference"), BY_ALGEBRA)
+def test_algebra_reads_these_spellings_too(right_answer, wrong_answer, reference):
+    assert compare(right_answer, reference, equal_expressions) is True
+    assert compare(wrong_answer, reference, equal_expressions) is False
 
 
 @pytest.mark.parametrize("answer", ["18e", r"3e \cdot 6", r"3 \times 6e", "3e6e"])
@@ -133,10 +133,10 @@ def test_e_notation_is_not_the_number_e(answer):
     assert compare(answer, "3e6", equal_expressions) is False
 
 
-def test_brackets_nested_hundreds_of_times_are_wrong():
-    text = "(" * 210 + "1" + ",1)" * 210
-    assert compare_without_algebra(text.replace("1", "2", 1), text) is False
-    assert compare_without_algebra(text, text) is True
+def test_brackets_nested_hundreds_of_times_are_compared():
+    nested_text = "(" * 210 + "1" + ",1)" * 210
+    assert compare_without_algebra(nested_text.replace("1", "2", 1), nested_text) is False
+    assert compare_without_algebra(nested_text, nested_text) is True
 
 
 @pytest.mark.parametrize(
