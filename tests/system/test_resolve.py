@@ -53,4 +53,5 @@ def test_a_pin_that_torch_contradicts_is_noticed(tmp_path: Path) -> None:
 
     answer = solve(PYTHONS[0], "-c", "constraints.txt", folder=tmp_path)
 
-    assert answer.returncode == 1 and "triton" in answer.stderr
+    assert answer.returncode == 1
+    assert "triton" in answer.stderr
