@@ -69,7 +69,9 @@ def test_every_sequence_is_in_exactly_one_step_of_every_epoch(sizes, mini_batch_
     items = make_rollouts(sizes)
     options = dict(mini_batch_size=mini_batch_size, epochs=epochs, micro_batch_tokens=budget, seed=0)
     steps = [uids(step) for step in mini_batches(items, **options)]
+
     per_epoch = math.ceil(len(items) / mini_batch_size)
+
     assert len(steps) == per_epoch * epochs
     for epoch in range(epochs):
         seen = [uid for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for uid in step]
@@ -88,7 +90,8 @@ def test_several_steps_are_shuffled_and_one_step_is_not():
         ]
 
     first, second = order(0, epochs=2)[:4], order(0, epochs=2)[4:]
-    assert order(0) == first != order(1) and first != second
+    assert order(0) == first != order(1)
+    assert first != second
     assert {uid for step in first for uid in step} == {uid for step in second for uid in step}
     assert order(0, mini_batch_size=24) == [[item.rollout.uid for item in items]]
     assert items[0].rollout.uid == "r0"  # the caller's list keeps its order
@@ -98,6 +101,7 @@ def test_different_rollout_batches_are_shuffled_differently():
     """The uid of the first rollout names the batch; else every iteration would cut its groups at the same places."""
     items, others = make_rollouts([(2, 3)] * 12), make_rollouts([(2, 3)] * 13)[1:]
     options = dict(mini_batch_size=4, epochs=1, micro_batch_tokens=1000, seed=0)
+
     places = [
         [[batch_items.index(item) for item in batch_items if item.rollout.uid in uids(step)] for step in steps]
         for batch_items, steps in (
@@ -105,6 +109,7 @@ def test_different_rollout_batches_are_shuffled_differently():
             (others, mini_batches(others, **options)),
         )
     ]
+
     assert places[0] != places[1]
 
 
@@ -133,17 +138,21 @@ def test_responses_to_one_prompt_share_a_micro_batch():
     """Two prompts of 40 tokens with responses of 1 and 3, together 41 + 43 tokens, or padded 2 x 43."""
     items = make_rollouts([(40, 1), (40, 1), (40, 3), (40, 3)])
     prompts = [items[0].rollout.prompt, items[1].rollout.prompt]
+
     items = [
         replace(item, rollout=replace(item.rollout, prompt=prompts[number % 2])) for number, item in enumerate(items)
     ]
+
     for pads in (False, True):
         parts = micro_batches(items, 90, seed=0, epoch=0, pads=pads)
         assert sorted(sorted(part.uids) for part in parts) == [["r0", "r2"], ["r1", "r3"]]
+
     smaller = [make_rollouts([(1, 1), (1, 1)])[number % 2].rollout.prompt for number in range(4)]
     short = [
         replace(item, rollout=replace(item.rollout, prompt=prompt)) for item, prompt in zip(items, smaller, strict=True)
     ]
     parts = micro_batches(short, 8, seed=0, epoch=0, pads=True)  # prompts of one token: padding costs more
+
     assert sorted(sorted(part.uids) for part in parts) == [["r0", "r1"], ["r2", "r3"]]
 
 
@@ -157,6 +166,7 @@ def test_the_budget_counts_padding_where_models_read_it(pads, tokens):
 
 def test_a_sequence_longer_than_the_budget_is_refused_and_named():
     items = make_rollouts([(3, 2), (4, 9), (1, 1)])
+
     with pytest.raises(
         ConfigError, match=r"rollout r1 has 13 tokens, more than batch\.micro_batch_tokens 12; raise it"
     ):
@@ -172,8 +182,11 @@ def test_a_sequence_longer_than_the_budget_is_refused_and_named():
 def test_a_batch_holds_what_its_rollouts_hold_and_no_more(sizes, share_prompts):
     items = make_rollouts(sizes, share_prompts=share_prompts)
     batch = collate(items, seed=0, epoch=0)
+
     width = max(length for _, length in sizes)
-    assert batch.response_ids.shape == (len(items), width) and batch.top_ids.shape == (len(items), width, K)
+
+    assert batch.response_ids.shape == (len(items), width)
+    assert batch.top_ids.shape == (len(items), width, K)
     for row, item in enumerate(items):
         rollout, length = item.rollout, len(item.rollout.token_ids)
         prompt = batch.prompt_ids[batch.prompt_index[row]][batch.prompt_mask[batch.prompt_index[row]]]
@@ -208,10 +221,14 @@ def test_each_prompt_stands_once_however_many_responses_it_has():
 
 def test_dtypes_are_those_of_the_types():
     batch = collate(make_rollouts([(2, 3), (1, 0)]), seed=0, epoch=0)
+
     columns = {name: getattr(batch, name) for name in batch.__slots__ if name not in ("uids", "packed")}
+
     assert columns.pop("values") is None is columns.pop("returns")  # a critic's alone
+
     found = {name: column.dtype for name, column in columns.items()}
     whole, flags = torch.int64, torch.bool
+
     assert found == {
         **dict.fromkeys(("prompt_ids", "prompt_index", "response_ids", "top_ids", "versions", "response_index"), whole),
         **dict.fromkeys(("prompt_mask", "attention_mask", "response_mask", "by_policy"), flags),
@@ -222,7 +239,8 @@ def test_dtypes_are_those_of_the_types():
 
 def test_a_batch_of_empty_responses_is_a_batch():
     batch = collate(make_rollouts([(2, 0), (1, 0)]), seed=0, epoch=0)
-    assert batch.response_ids.shape == (2, 0) and batch.top_ids.shape == (2, 0, K)
+    assert batch.response_ids.shape == (2, 0)
+    assert batch.top_ids.shape == (2, 0, K)
     assert batch.response_mask.dtype == torch.bool
 
 
@@ -247,7 +265,9 @@ def hashed(*parts):
 @given(lengths, st.integers(15, 60), st.permutations(range(14)))
 def test_coins_depend_on_seed_uid_position_and_epoch_alone(sizes, budget, order):
     items = make_rollouts(sizes)
+
     shuffled = [items[index] for index in order if index < len(items)]
+
     for part in micro_batches(shuffled, budget, seed=5, epoch=2):
         for row, uid in enumerate(part.uids):
             expected = [splitmix64(hashed(5, "accept", uid, 2), t) for t in range(part.uniforms.shape[1])]
@@ -257,12 +277,16 @@ def test_coins_depend_on_seed_uid_position_and_epoch_alone(sizes, budget, order)
 def test_another_seed_or_epoch_throws_other_coins():
     items = make_rollouts([(2, 6), (2, 6)])
     throws = [collate(items, seed, epoch).uniforms for seed, epoch in ((0, 0), (1, 0), (0, 1))]
+
     rows = [tuple(row.tolist()) for throw in throws for row in throw]
+
     assert len(set(rows)) == 6
+
     epochs = [
         step[0].uniforms for step in mini_batches(items, mini_batch_size=2, epochs=2, micro_batch_tokens=99, seed=0)
     ]
-    assert torch.equal(epochs[0], throws[0]) and torch.equal(epochs[1], throws[2])
+    assert torch.equal(epochs[0], throws[0])
+    assert torch.equal(epochs[1], throws[2])
 
 
 @few
@@ -275,10 +299,15 @@ def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_pr
     draw = random.Random(seed)
     chosen = [[row for row in range(len(batch.uids)) if draw.random() < 0.6] for batch in given_batches]
     wanted = [items[start + row] for start, rows in zip((0, half), chosen, strict=True) for row in rows]
+
     found = regroup(given_batches, chosen, pads)
+
     assert sorted(uids(found)) == sorted(item.rollout.uid for item in wanted)
+
     largest = max(size(batch, pads) for batch in given_batches)
-    assert len(found) <= 3 and all(size(batch, pads) <= largest for batch in found)
+    assert len(found) <= 3
+    assert all(size(batch, pads) <= largest for batch in found)
+
     by_uid = {item.rollout.uid: item for item in items}
     for batch in found:
         same = collate([by_uid[uid] for uid in batch.uids], 0, 0)

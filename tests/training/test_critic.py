@@ -83,13 +83,17 @@ def credited_by_hand(model, items):
 
 def test_there_are_tool_tokens_and_responses_that_end_with_one():
     masks = [item.rollout.sampled_mask for item in WRITTEN]
-    assert any((~mask).any() for mask in masks) and all(mask.any() for mask in masks)
+    assert any((~mask).any() for mask in masks)
+    assert all(mask.any() for mask in masks)
 
 
 def test_values_are_those_of_the_states_before_the_tokens(model):
     critic = critic_of(model)
+
     (step,) = batches(WRITTEN, budget=60)
+
     assert len(step) > 2
+
     rollouts = {item.rollout.uid: item.rollout for item in WRITTEN}
     for batch in step:
         values = critic.values(batch).detach()
@@ -118,9 +122,12 @@ def test_advantages_are_gae_whitened_over_the_batch(model):
     found = make_learner(POLICY, ROLLOUT_MODEL, critic=critic_of(model)).compute_advantages(WRITTEN)
     raw = credited_by_hand(model, WRITTEN)
     own = np.concatenate([raw[item.rollout.uid][1][item.rollout.sampled_mask.numpy()] for item in WRITTEN])
+
     mean, std = own.mean(), own.std(ddof=1)
+
     for item, credited in zip(WRITTEN, found, strict=True):
-        assert credited.rollout is item.rollout and credited.score == item.score
+        assert credited.rollout is item.rollout
+        assert credited.score == item.score
         wanted = np.where(item.rollout.sampled_mask, (raw[item.rollout.uid][1] - mean) / std, 0.0)
         assert credited.advantages.numpy() == pytest.approx(wanted, rel=1e-3, abs=1e-4)
         assert credited.advantages.dtype == torch.float32
@@ -136,6 +143,7 @@ def test_the_value_loss_is_ppos_clipped_loss(model):
             parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
     items = {item.rollout.uid: item for item in WRITTEN}
     clipped_tokens = tokens = reported = 0
+
     for batch in batches(samples, budget=60)[0]:
         numerator, metrics = critic.loss(batch)
         wanted = 0.0
@@ -150,7 +158,9 @@ def test_the_value_loss_is_ppos_clipped_loss(model):
         assert numerator.item() == pytest.approx(wanted, rel=1e-3, abs=1e-5)
         assert metrics["critic/loss"].count.item() == batch.response_mask.sum().item()
         reported += metrics["critic/clip_frac"].total.item()
-    assert 0 < clipped_tokens < tokens and reported == clipped_tokens
+
+    assert 0 < clipped_tokens < tokens
+    assert reported == clipped_tokens
 
 
 @pytest.mark.parametrize("clip", [0.3, 2.0, float("inf")])
@@ -160,10 +170,14 @@ def test_the_clipped_error_and_its_gradient_are_those_of_numpy(clip):
     values = torch.tensor(now, requires_grad=True)
     error, is_clipped = clipped_value_error(values, torch.tensor(old), torch.tensor(returns), clip)
     near = np.clip(now, old - clip, old + clip)
+
     plain, bounded = (now - returns) ** 2 / 2, (near - returns) ** 2 / 2
+
     assert error.detach().numpy() == pytest.approx(np.maximum(plain, bounded), rel=1e-12)
+
     loses = (bounded > plain) & (near != now)
     assert (is_clipped.numpy() == loses).all()
+
     error.sum().backward()
     assert values.grad.numpy() == pytest.approx(np.where(loses, 0.0, now - returns), rel=1e-12)
     assert loses.any() or clip > 1.0
@@ -184,7 +198,9 @@ def test_the_critic_steps_on_the_mean_over_sampled_tokens(model):
         count += int(own.sum())
     slopes = torch.autograd.grad(loss / count, list(slow.parameters()))
     (result,) = learner.train(batches(learner.compute_advantages(WRITTEN), budget=60), False).steps
+
     norm = torch.cat([slope.flatten() for slope in slopes]).norm().item()
+
     assert result.metrics["critic/grad_norm"].value.item() == pytest.approx(norm, rel=1e-3)
     assert result.metrics["critic/loss"].value.item() == pytest.approx((loss / count).item(), rel=1e-3)
     assert critic.optimizer.steps == 1
@@ -206,14 +222,18 @@ def test_the_critic_learns_what_a_prompt_is_worth(fresh):
         micro_batch_tokens=999,
     )
     learner = make_learner(POLICY, ROLLOUT_MODEL, critic=critic)
+
     explained = []
+
     assert 0.0 < np.mean(rewards) < 1.0
+
     for _ in range(15):
         (result,) = learner.train(batches(learner.compute_advantages(rewarded(items, rewards))), False).steps
         error, returns = (result.metrics[f"critic/{name}"] for name in ("error", "return"))
         explained.append(1.0 - (error.variance / returns.variance).item())
     assert abs(explained[0]) < 1e-6  # a head of zeros explains nothing
-    assert explained[-1] > 0.8 and explained[-1] > explained[5] > explained[1] > 0.0
+    assert explained[-1] > 0.8
+    assert explained[-1] > explained[5] > explained[1] > 0.0
 
 
 def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
@@ -224,8 +244,11 @@ def test_a_run_with_a_critic_reports_it_and_saves_it(tmp_path):
         "objective.advantage=gae",
         "critic.optimizer.learning_rate=1e-3",
     )
+
     lines = run(small_config(*overrides), tmp_path)
+
     assert {"critic/loss", "critic/grad_norm", "critic/explained_variance", "critic/clip_frac"} <= lines[1].keys()
+
     saved = load_value_model(tmp_path / "checkpoints" / "last" / "critic", torch.float32)
     assert saved.score.weight.abs().max() > 0.0
 

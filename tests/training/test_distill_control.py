@@ -56,19 +56,27 @@ def test_models_stay_at_the_target_where_they_would_part() -> None:
         learner: [train(learner, batches(WRITTEN))[0].metrics for _ in range(steps)]
         for learner, steps in ((held, 45), (free, 20))
     }
+
     last = {learner: [step[KL].value.item() for step in steps[-8:]] for learner, steps in course.items()}
+
     assert sum(last[held]) / 8 == pytest.approx(0.05, rel=0.3)
     assert min(last[free]) > 10 * 0.05
+
     weights = [step["rollout_model/distill_weight"].value.item() for step in course[held]]
-    assert weights[0] == 0.05 and weights[1] == pytest.approx(0.05 * 0.8)  # the first step saw equal models
+    assert weights[0] == 0.05
+    assert weights[1] == pytest.approx(0.05 * 0.8)  # the first step saw equal models
     assert {step["rollout_model/distill_weight"].value.item() for step in course[free]} == {0.05}
 
 
 def test_the_weight_waits_for_a_step_of_the_rollout_model() -> None:
     learner = learner_of(DistillControlConfig(target=0.05), rollout_model_each_step=False)
     results = [one for _ in range(2) for one in learner.train(batches(WRITTEN, mini_batch_size=4), False).steps]
+
     weights = [one.metrics["rollout_model/distill_weight"].value.item() for one in results]
-    assert weights[:3] == [0.05] * 3 and weights[3] != 0.05 and weights[3:] == [weights[3]] * 3
+
+    assert weights[:3] == [0.05] * 3
+    assert weights[3] != 0.05
+    assert weights[3:] == [weights[3]] * 3
 
 
 @pytest.mark.slow
@@ -83,6 +91,9 @@ def test_a_run_keeps_its_acceptance_where_it_would_collapse(tmp_path: Path) -> N
     for name, more in {"free": (), "held": (control,)}.items():
         run(small_config(*overrides, *more), tmp_path / name)
         last[name] = metrics(tmp_path / name)[-6:]
+
     kl, acceptance = ({name: sum(line[one] for line in last[name]) / 6 for name in last} for one in (KL, ACCEPTANCE))
-    assert kl["free"] > 0.5 and kl["held"] < 0.5 * kl["free"]
+
+    assert kl["free"] > 0.5
+    assert kl["held"] < 0.5 * kl["free"]
     assert acceptance["held"] > acceptance["free"] + 0.05

@@ -16,17 +16,22 @@ DRAFTED = ("rollout_model.share=0.0", "engine.draft={tokens: 2}")
 def test_the_policy_generates_what_a_fresh_rollout_model_drafts(tmp_path):
     config = small_config(*DRAFTED, "batch.ahead=1", "iterations=2")
     run(config, tmp_path)
+
     lines = read_lines(tmp_path)[1:]
+
     for line in lines:
         assert line["sampling/rollout_model_share"] == 0.0
-        assert 1.0 < line["draft/accepted_length"] <= 3.0 and 0.0 < line["draft/acceptance"] <= 1.0
+        assert 1.0 < line["draft/accepted_length"] <= 3.0
+        assert 0.0 < line["draft/acceptance"] <= 1.0
         assert line["draft/policy_passes_per_token"] < 1.0
         assert line["rollout_model/grad_norm"] > 0.0  # it is still trained
         assert line["rollout_model/weight"] is None  # of its own tokens, of which there are none
     assert lines[0]["mismatch/engine_gap"] < 1e-5  # the weights of the next batch, generated ahead, have moved on
     assert lines[0]["obrs/acceptance"] > 0.999
+
     checks = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "engine_check"]
-    assert checks and {event["model"] for event in checks} == {"policy"}
+    assert checks
+    assert {event["model"] for event in checks} == {"policy"}
 
 
 def test_the_drafting_model_has_the_newest_weights(tmp_path):
@@ -67,11 +72,13 @@ def test_who_generates_or_drafts_next_needs_new_weights(overrides, finished, rol
 
 def test_drafts_count_in_the_flops(tmp_path):
     lines = {}
+
     for name, overrides in {"alone": DRAFTED[:1], "drafted": DRAFTED}.items():
         run(small_config(*overrides, "iterations=1", "batch.prompts=2", "evaluation.problems=2"), tmp_path / name)
         line = read_lines(tmp_path / name)[1]
         lines[name] = line["flops/rollout"] / line["tokens/rollout"]
         reads = line.get("draft/policy_reads")
+
     assert reads < lines["drafted"] / lines["alone"] < 2.0 * reads
 
 
@@ -87,7 +94,8 @@ def test_relaxed_drafts_are_corrected_as_what_drew_them(tmp_path):
     run(small_config(*DRAFTED[:1], "engine.draft={tokens: 2, lam: 0.3}", "iterations=1"), tmp_path)
     line = read_lines(tmp_path)[1]
     assert line["mismatch/engine_gap"] > 1e-3 > 1e-5 > line["eval/policy_engine_gap"]  # evaluations are exact
-    assert line["mismatch/ratio"] == pytest.approx(1.0, abs=0.1) and line["obrs/acceptance"] < 0.999
+    assert line["mismatch/ratio"] == pytest.approx(1.0, abs=0.1)
+    assert line["obrs/acceptance"] < 0.999
 
 
 @pytest.mark.parametrize(

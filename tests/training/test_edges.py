@@ -17,27 +17,36 @@ from jackpot.training.run_folder.folder import RunFolder
 
 def test_a_truncated_sampler_and_its_models_have_one_support(tmp_path: Path) -> None:
     run(small_config("sampling.top_k=5", "iterations=2"), tmp_path)
+
     for line in metrics(tmp_path)[1:]:
-        assert line["mismatch/kept_mass"] == pytest.approx(1.0, abs=1e-5) and line["mismatch/engine_gap_max"] < 1e-5
-        assert line["obrs/z_bound_width"] < 1e-5 and line["obrs/rollout_mass"] > 1.0 - 1e-5
+        assert line["mismatch/kept_mass"] == pytest.approx(1.0, abs=1e-5)
+        assert line["mismatch/engine_gap_max"] < 1e-5
+        assert line["obrs/z_bound_width"] < 1e-5
+        assert line["obrs/rollout_mass"] > 1.0 - 1e-5
 
 
 def test_all_tokens_give_the_exact_z_and_more_are_refused(tmp_path: Path) -> None:
     ten = settings(tmp_path)
+
     assert small_config(*ten).sampling.num_top_log_probs == 20
     with pytest.raises(ConfigError, match=r"sampling.num_top_log_probs is 20, .* at most 10.*; lower it"):
         run(small_config(*ten, "iterations=1"), tmp_path / "refused")
+
     run(
         small_config(*ten, "iterations=1", f"sampling.num_top_log_probs={len(TOKENS)}", "sampling.top_k=20"),
         tmp_path / "run",
     )
     for line in metrics(tmp_path / "run")[1:]:
-        assert line["obrs/rollout_mass"] == pytest.approx(1.0, abs=1e-5) and line["obrs/z_bound_width"] < 1e-5
+        assert line["obrs/rollout_mass"] == pytest.approx(1.0, abs=1e-5)
+        assert line["obrs/z_bound_width"] < 1e-5
         assert abs(line["obrs/acceptance_minus_z"]) < 5 * line["obrs/acceptance_minus_z_stderr"]
+
     pairs = simulate_candidates(small_config(*ten), [str(tmp_path / "rollout_model")], prompts=4, seed=0)
     assert [candidate.name for candidate in pairs] == [str(tmp_path / "rollout_model")]
+
     replayed = replay(tmp_path / "run")
-    assert replayed.unreadable == 0 and float(replayed.run["responses"].value) > 0
+    assert replayed.unreadable == 0
+    assert float(replayed.run["responses"].value) > 0
 
 
 def weights(path: Path) -> torch.Tensor:
@@ -52,8 +61,11 @@ def test_equal_rewards_leave_the_policy_to_distillation(iterations: int, tmp_pat
     every = (f"iterations={iterations}", "evaluation.every=1000", "checkpoint.every=1000", "rollouts.every=1000")
     few = ("batch.prompts=2", "batch.group_size=3", "sampling.max_new_tokens=3") if iterations > 6 else ()
     run(small_config(*rewards, "sampling.num_top_log_probs=10", *few, *every), tmp_path / "run")
+
     _, *lines = metrics(tmp_path / "run")
+
     assert len(lines) == iterations
+
     after = tmp_path / "run" / "checkpoints" / "last"
     assert weights(after / "policy").equal(weights(tmp_path / "policy"))
     assert not weights(after / "rollout_model").equal(weights(tmp_path / "rollout_model"))
@@ -62,5 +74,6 @@ def test_equal_rewards_leave_the_policy_to_distillation(iterations: int, tmp_pat
     assert all(line["rollout_model/skipped_steps"] == line["health/non_finite_steps"] == 0.0 for line in lines)
     for name in ("policy/loss", "rollout_model/loss", "policy/grad_norm", "rollout_model/grad_norm", "obrs/kappa"):
         assert all(line[name] is not None and math.isfinite(line[name]) for line in lines), name
+
     skipped = [event for event in RunFolder(tmp_path / "run").read("events.jsonl") if event["event"] == "skipped_step"]
     assert [event["why"] for event in skipped] == ["all groups have equal rewards"] * iterations

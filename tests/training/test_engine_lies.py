@@ -316,6 +316,7 @@ ODDITIES = {
 @pytest.mark.parametrize("name", ODDITIES)
 def test_honest_oddities_are_never_refused(name: str, tmp_path: Path) -> None:
     oddity = ODDITIES[name]
+
     with (
         closing(ModelServer(Lie(), **oddity.server)) as server,
         closing((run := Run(tmp_path, server, **oddity.run)).engine),
@@ -324,5 +325,6 @@ def test_honest_oddities_are_never_refused(name: str, tmp_path: Path) -> None:
             if oddity.restarts and number % 2:
                 server.restart()
             run.iterate(number, **oddity.iteration(number))
+
     assert run.check._gap_evidence._batches == (0 if name == "top-p" else 7)
     assert run.check._gap_evidence._bets.share < 0.1

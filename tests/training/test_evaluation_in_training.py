@@ -30,6 +30,7 @@ def trained(finished_run: FinishedRuns) -> tuple[Path, list[dict]]:
 
 def test_the_metrics_are_those_of_the_saved_answers(trained) -> None:
     folder, lines = trained
+
     for line in (lines[0], lines[2]):
         for of, prefix, mean in (
             ("policy", "eval/policy_", "accuracy"),
@@ -51,6 +52,7 @@ def test_the_metrics_are_those_of_the_saved_answers(trained) -> None:
 def test_the_first_of_k_answers_is_the_only_one_of_one(trained, tmp_path: Path) -> None:
     """So runs from before there were several keep their numbers; and pass@1 is the accuracy, so it is not told."""
     [line] = run(small_config("iterations=2", *SETS[1:]), tmp_path, kill_after=0)
+
     for role in ("policy", "rollout_model"):
         alone = saved(tmp_path, 0, role)
         first = [row for row in saved(trained[0], 0, role) if row["sample"] == 0]
@@ -76,7 +78,9 @@ def test_the_tokens_of_every_set_count_as_evaluation(trained) -> None:
 def test_a_resumed_run_evaluates_the_same(tmp_path: Path) -> None:
     config = small_config(*BRIEF, "evaluation.k=2", *SETS)
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)
+
     run(config, tmp_path / "killed")
+
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
     for path in (tmp_path / "whole" / "eval").iterdir():
         assert path.read_bytes() == (tmp_path / "killed" / "eval" / path.name).read_bytes()
@@ -104,7 +108,9 @@ def test_arms_with_another_k_are_not_compared() -> None:
 
 def test_a_greedy_evaluation_does_not_depend_on_the_seed(tmp_path: Path) -> None:
     greedy = ("iterations=1", "evaluation.sampling.top_k=1", "guard.check_engine=true")
+
     answers = []
+
     for seed in (0, 1):
         config = small_config(*greedy, f"seed={seed}")
         run(config, tmp_path / str(seed), kill_after=0)

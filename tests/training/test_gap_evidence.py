@@ -33,21 +33,27 @@ def constant(value):
 def test_gaps_are_averaged_by_prompt_and_depth():
     rollouts, gaps = batch(lambda depth: depth / 100, (3, 5, 1), group=2)
     gaps[1][4] = torch.nan
+
     means = means_by_depth(rollouts, gaps)
+
     assert means.shape == (2, DEPTHS)
     assert means[0, :3].tolist() == pytest.approx([0.01, 0.025, 0.04])
-    assert means[1, 0] == pytest.approx(0.01) and means[1, 1:].isnan().all() and means[0, 3:].isnan().all()
+    assert means[1, 0] == pytest.approx(0.01)
+    assert means[1, 1:].isnan().all()
+    assert means[0, 3:].isnan().all()
 
 
 def test_each_depth_is_in_the_range_that_its_error_names():
     rollouts, gaps = batch(lambda depth: depth, (2**12,))
     (row,) = means_by_depth(rollouts, gaps)
     middles = [(2**number + 2 ** (number + 1) - 1) / 2 for number in range(12)]
-    assert row[:12].tolist() == pytest.approx(middles) and row[12] == 2**12
+    assert row[:12].tolist() == pytest.approx(middles)
+    assert row[12] == 2**12
 
 
 def test_a_jump_at_some_depth_is_refused_and_named():
     evidence = GapEvidence()
+
     for _ in range(9):
         assert evidence.add(*batch(constant(2e-3)), ALWAYS) <= 0.0
     with pytest.raises(EngineError, match=r"at the tokens 16 to 31 .* by 0\.2 on average .* is allowed"):
@@ -86,11 +92,14 @@ def test_depths_that_come_later_may_have_what_shallow_ones_have():
 
 def test_unknown_gaps_teach_nothing():
     evidence, told = GapEvidence(), GapEvidence()
+
     for _ in range(3):
         assert evidence.add(*batch(constant(torch.nan)), ALWAYS) == 0.0
         assert evidence.add(*batch(constant(0.1), (0, 0)), ALWAYS) == 0.0
+
     shares = [[one.add(*batch(constant(5e-3)), ALWAYS) for _ in range(4)] for one in (evidence, told)]
-    assert shares[0] == shares[1] and shares[0][-1] < 0.0
+    assert shares[0] == shares[1]
+    assert shares[0][-1] < 0.0
 
 
 @pytest.mark.parametrize(("chance", "fewest", "most"), [(0.05, 0, 7), (0.3, 35, 40)])
@@ -99,6 +108,7 @@ def test_false_alarms_are_as_rare_as_promised(chance, fewest, most, monkeypatch)
     monkeypatch.setattr(reported_lists, "FALSE_ALARM", 0.1)
     monkeypatch.setattr(gap_evidence, "MAY_GROW", 0.0)
     refused = 0
+
     for seed in range(40):
         random = torch.Generator().manual_seed(seed)
         evidence = GapEvidence()
@@ -109,6 +119,7 @@ def test_false_alarms_are_as_rare_as_promised(chance, fewest, most, monkeypatch)
                 evidence.add(rollouts, [one[None].float() for one in chances], 0.05)
         except EngineError:
             refused += 1
+
     assert fewest <= refused <= most
 
 
@@ -142,6 +153,7 @@ def test_an_engine_that_breaks_late_and_deep_stops_the_run(tmp_path, monkeypatch
 
     (stopped,) = [e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "stopped"]
     last = metrics(tmp_path)[-1]
-    assert 4 <= stopped["iteration"] == last["iteration"] + 1 <= 6 and "No step on this batch" in stopped["why"]
+    assert 4 <= stopped["iteration"] == last["iteration"] + 1 <= 6
+    assert "No step on this batch" in stopped["why"]
     assert load_state(tmp_path / "checkpoints" / "last")["iteration"] == last["iteration"]
     assert math.isfinite(last["mismatch/engine_gap"])

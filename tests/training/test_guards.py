@@ -97,8 +97,13 @@ class Hotter(TransformersEngine):
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED, PLAIN.model_copy(update={"temperature": 1.6})])
 def test_an_honest_engine_passes_whatever_it_filters(sampling):
     rollouts = written(TransformersEngine, sampling)
+
     found = check_gap(rollouts, sampling, [CPU_FP32], score(rollouts))
-    assert found["mean_gap"] < 1e-6 and found["list_gap"] < 2e-6 and found["allowed"] == 1e-5
+
+    assert found["mean_gap"] < 1e-6
+    assert found["list_gap"] < 2e-6
+    assert found["allowed"] == 1e-5
+
     lists = ReportedLists.of(rollouts)
     assert len(lists.token_ids) == sum(len(one.token_ids) for one in rollouts) > 500
     check_lists(lists)
@@ -160,7 +165,9 @@ def test_what_wrong_log_probs_are_is_named(temperature, change, why):
 
 def test_the_coarsest_precision_rules_what_is_rounding():
     rollouts = written(TransformersEngine, PLAIN)
+
     off = [replace(one, rollout_log_probs=(one.rollout_log_probs.exp() * 0.98).log()) for one in rollouts]
+
     assert 1e-3 < engine_gap(off, score(rollouts)(PLAIN)) < 2e-2
     check_gap(off, PLAIN, ["fp32", "bf16"], score(rollouts))
     with pytest.raises(EngineError, match=r"at most 0\.001 is allowed in fp32\."):
@@ -243,12 +250,14 @@ def test_the_gap_of_lists_is_a_total_variation():
     rollouts = written(TransformersEngine, PLAIN)[:5]
     rollouts = [replace(one, sampled_mask=torch.arange(len(one.token_ids)) % 3 != 1) for one in rollouts]
     scores = {one.uid: torch.rand(len(one.token_ids), 5).log() for one in rollouts}
+
     expected = [
         sum(abs(scores[one.uid][t, 1 + k].exp() - one.top_log_probs[t, k].exp()).item() for k in range(4)) / 2
         for one in rollouts
         for t in range(len(one.token_ids))
         if t % 3 != 1
     ]
+
     assert list_gap(rollouts, scores) == pytest.approx(np.mean(expected), rel=1e-6)
     assert math.isnan(list_gap([], {}))
 
@@ -256,6 +265,7 @@ def test_the_gap_of_lists_is_a_total_variation():
 def test_evidence_of_honest_draws_has_mean_one_at_most(monkeypatch):
     """By enumeration of three draws, the last token of each row outside its list of two."""
     rows = [[0.6, 0.3], [0.5, 0.2], [0.97, 0.02999]]
+
     for slack, low, high in ((0.0, 1.0 - 1e-12, 1.0 + 1e-12), (reported_lists.ROUNDING, 0.9995, 1.0)):
         monkeypatch.setattr(reported_lists, "ROUNDING", slack)
         mean = 0.0
@@ -280,6 +290,7 @@ def simulated(temperature, seed, batches, tokens=200):
 def test_false_alarms_are_as_rare_as_promised(monkeypatch):
     monkeypatch.setattr(reported_lists, "FALSE_ALARM", 0.1)
     refused = 0
+
     for seed in range(60):
         evidence = SamplingEvidence()
         try:
@@ -287,6 +298,7 @@ def test_false_alarms_are_as_rare_as_promised(monkeypatch):
                 evidence.add(lists)
         except EngineError:
             refused += 1
+
     assert refused <= 6
 
 
@@ -296,6 +308,7 @@ def test_another_temperature_is_noticed_early(temperature, tokens, sound):
     evidence = SamplingEvidence()
     for lists in simulated(1.0, 1, batches=sound):
         evidence.add(lists)
+
     with pytest.raises(EngineError, match="samples from another"):
         for lists in simulated(temperature, 2, batches=tokens // 200):
             evidence.add(lists)
@@ -306,6 +319,7 @@ def test_a_bias_on_one_token_is_named_in_time(bias, often):
     """By twice the tokens that the likelihood ratio of the bias itself would need on average."""
     random = torch.Generator().manual_seed(3)
     evidence, tokens, needed = SamplingEvidence(), 0, 0.0
+
     with pytest.raises(EngineError, match=f"the token 7 is drawn {often} than by its reported probability"):
         while tokens == 0 or tokens <= 2.0 * needed:
             logits = 2.0 * torch.randn(200, 24, generator=random, dtype=torch.float64)
@@ -345,13 +359,16 @@ def test_responses_that_are_nearly_certain_may_be_equal():
 def test_tool_tokens_and_empty_lists_are_no_evidence():
     rollouts = written(TransformersEngine, PLAIN)[:9]
     some = [replace(one, sampled_mask=torch.arange(len(one.token_ids)) < 2) for one in rollouts]
+
     cut = [
         replace(
             one, **{name: getattr(one, name)[:2] for name in ("token_ids", "sampled_mask", "top_ids", "top_log_probs")}
         )
         for one in rollouts
     ]
+
     assert SamplingEvidence().add(ReportedLists.of(some)) == SamplingEvidence().add(ReportedLists.of(cut)) != 0.0
+
     bare = [replace(one, top_ids=one.top_ids[:, :0], top_log_probs=one.top_log_probs[:, :0]) for one in rollouts]
     check_lists(ReportedLists.of(bare))
     assert SamplingEvidence().add(ReportedLists.of(bare)) == 0.0
@@ -379,8 +396,10 @@ def test_a_batch_of_weights_never_sent_is_refused(engine, carried):
     check = EngineCheck(small_config(), LEARNER, "rollout_model", lambda number, event: recorded.append(event))
     rollouts = engine.generate(requests(PLAIN, count=20))
     wrong = [replace(one, versions=one.versions + carried) for one in rollouts]
+
     with pytest.raises(EngineError, match=f"none of the 20 rollouts of iteration 7 .*: 0 optimizer.*carry {carried}"):
         check.check_batch(engine, wrong, 7)
+
     check.check_batch(engine, rollouts[:3] + wrong[3:], 9)
     assert [event["event"] for event in recorded] == ["stopped", "engine_check"]
 
@@ -396,8 +415,11 @@ def test_a_batch_of_weights_that_were_kept_is_scored_by_them(engine):
     learner._optimizer._optimizers["rollout_model"].steps = 1
     moved = {name: weight.clone() for name, weight in learner.weights("rollout_model")}
     rollouts = engine.generate(requests(PLAIN, count=20))
+
     check.check_batch(engine, rollouts, 7)
+
     assert all(torch.equal(weight, moved[name]) for name, weight in learner.weights("rollout_model"))
+
     newer = [replace(one, versions=one.versions + 1) for one in rollouts]
     with pytest.raises(EngineError, match="other weights"):
         check.check_batch(engine, newer, 8)
@@ -406,8 +428,11 @@ def test_a_batch_of_weights_that_were_kept_is_scored_by_them(engine):
 def test_first_rollouts_are_whole_and_at_least_one():
     rollouts = written(TransformersEngine, PLAIN)
     many = rollouts * 8
+
     some = first_rollouts(many)
+
     assert some == many[: len(some)]
+
     tokens = sum(len(one.token_ids) for one in some)
     assert tokens <= 4096 < tokens + len(many[len(some)].token_ids)
     assert first_rollouts([]) == []
@@ -425,15 +450,21 @@ def steps(*are_bad):
 
 def test_the_guard_counts_bad_steps_in_a_row():
     recorded = []
+
     guard = NonFiniteGuard(3, lambda iteration, event: recorded.append((iteration, event)))
+
     for number, are_bad, count in ((5, (True,), 1), (6, (True, False), 0), (7, (True, True), 2)):
         guard.check(steps(*are_bad), number)
         assert guard.count == count
     assert not recorded
     with pytest.raises(TrainingError, match=r"last 3 optimizer steps, up to iteration 9.*max_non_finite_steps is 3"):
         guard.check(steps(True), 9)
+
     [(iteration, event)] = recorded
-    assert iteration == 9 and event["event"] == "stopped" and "last 3 optimizer steps" in event["why"]
+    assert iteration == 9
+    assert event["event"] == "stopped"
+    assert "last 3 optimizer steps" in event["why"]
+
     continued = NonFiniteGuard(3, lambda iteration, event: None, count=2)
     with pytest.raises(TrainingError):
         continued.check(steps(True), 6)
@@ -463,28 +494,38 @@ POISONED = (
 
 def test_gradients_that_are_not_finite_skip_and_stop_a_run(tmp_path, monkeypatch):
     poison(monkeypatch, first=2)
+
     with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 3"):
         run(small_config(*POISONED), tmp_path)
+
     skipped = [event for event in events(tmp_path) if event["event"] == "skipped_step"]
     bad = [(event["model"], event["iteration"]) for event in skipped if event["why"] == "non-finite gradient"]
+
     assert set(bad) == {(role, n) for role in ("policy", "rollout_model") for n in (2, 3)}
+
     lines = {line["iteration"]: line for line in metrics(tmp_path)}
     assert [lines[n]["health/non_finite_steps"] for n in (1, 2)] == [0.0, 1.0]
+
     (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
-    assert stopped["iteration"] == 3 and "non-finite" in stopped["why"]
+    assert stopped["iteration"] == 3
+    assert "non-finite" in stopped["why"]
     for role in ("policy", "rollout_model"):
         before, last = ((tmp_path / "checkpoints" / step / role) for step in ("step-1", "step-2"))
         before, last = (folder / "model.safetensors" for folder in (before, last))
         assert before.read_bytes() == last.read_bytes()
+
     state = load_state(tmp_path / "checkpoints" / "last")
-    assert state["iteration"] == 2 and state["non_finite"] == 1
+    assert state["iteration"] == 2
+    assert state["non_finite"] == 1
     assert pq.read_table(tmp_path / "rollouts" / "iteration-000001.parquet").num_rows == 16
 
 
 def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
     poison(monkeypatch, first=1)
     run(small_config(*POISONED), tmp_path, kill_after=1)
+
     state = load_state(tmp_path / "checkpoints" / "last")
+
     assert state["non_finite"] == 1
     with pytest.raises(TrainingError, match="last 2 optimizer steps, up to iteration 2"):
         run(small_config(*POISONED), tmp_path)
@@ -500,11 +541,17 @@ def test_raw_log_probs_stop_a_run_before_it_trains(tmp_path, monkeypatch):
 
 def test_the_first_checks_of_a_start_are_events(finished_run, tmp_path):
     finished_run.copy(tmp_path, kill_after=3)  # the checkpoint is that of iteration 2
+
     found = [event for event in events(tmp_path) if event["event"] == "engine_check"]
+
     assert [event["iteration"] for event in found] == [1, 2]
     for event in found:
-        assert event["tokens"] > 50 and event["mean_gap"] < 1e-6 and event["list_gap"] < 2e-6
-        assert event["allowed"] == 1e-5 and event["sampling_evidence"] < 0.5
+        assert event["tokens"] > 50
+        assert event["mean_gap"] < 1e-6
+        assert event["list_gap"] < 2e-6
+        assert event["allowed"] == 1e-5
+        assert event["sampling_evidence"] < 0.5
+
     run(small_config(), tmp_path)
     assert [event["iteration"] for event in events(tmp_path) if event["event"] == "engine_check"] == [1, 2, 3, 4]
 
@@ -520,9 +567,12 @@ LIES = {
 @pytest.mark.parametrize("id_", [-1, VOCAB_SIZE])
 def test_unknown_ids_are_refused_wherever_they_stand(id_, name):
     *others, last = written(TransformersEngine, PLAIN)
+
     check_ids([*others, last], VOCAB_SIZE)
+
     changed = getattr(last, name).clone()
     changed[-1] = id_
+
     with pytest.raises(EngineError, match=rf"{name} go from -?\d+ to \d+, and the model knows 0 to {VOCAB_SIZE - 1}"):
         check_ids([*others, replace(last, **{name: changed})], VOCAB_SIZE)
 
@@ -547,7 +597,8 @@ def test_wrong_lists_or_versions_stop_a_run_at_its_first_batch(name, tmp_path, m
     with pytest.raises(EngineError, match=r"top-k lists are|carries the version"):
         run(small_config(SHORT, "iterations=1"), tmp_path)
     (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
-    assert stopped["iteration"] == 1 and metrics(tmp_path)[-1]["iteration"] == 0
+    assert stopped["iteration"] == 1
+    assert metrics(tmp_path)[-1]["iteration"] == 0
 
 
 # Weight updates that do not arrive
@@ -580,28 +631,35 @@ FAST = (
 @pytest.mark.parametrize(("update", "names"), [(1, "model.norm"), (3, "embed_tokens"), (3, "model.norm")])
 def test_a_weight_update_that_does_not_arrive_stops_the_run(update, names, tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(update, names))
+
     with pytest.raises(EngineError, match=r"not those of the distribution.*Likely causes: other weights"):
         run(small_config(*FAST), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == update  # the last one whose batch was written with the right weights
     assert load_state(tmp_path / "checkpoints" / "last")["iteration"] == update
+
     (stopped,) = [event for event in events(tmp_path) if event["event"] == "stopped"]
-    assert stopped["iteration"] == update + 1 and "other weights" in stopped["why"]
+    assert stopped["iteration"] == update + 1
+    assert "other weights" in stopped["why"]
 
 
 def test_a_run_that_is_not_to_be_checked_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", losing(1, ""))
     run(small_config(*FAST, "iterations=2", "guard.check_engine=false"), tmp_path)
     lines = metrics(tmp_path)
-    assert lines[-1]["iteration"] == 2 and lines[-1]["mismatch/engine_gap"] > 1e-3
+    assert lines[-1]["iteration"] == 2
+    assert lines[-1]["mismatch/engine_gap"] > 1e-3
 
 
 def test_a_quick_check_reads_from_all_over_the_batch():
     rollouts = [replace(one, uid=f"{n}") for n, one in enumerate((written(TransformersEngine, PLAIN) * 2)[:288])]
     some = sample_rollouts(rollouts, seed=5)
+
     places = [int(one.uid) for one in some]
+
     assert [place // 18 for place in places] == list(range(16))
     assert len({place % 4 for place in places}) == 4  # whichever of four servers takes turns
     assert places != [int(one.uid) for one in sample_rollouts(rollouts, seed=6)]
+
     names = ("token_ids", "rollout_log_probs", "sampled_mask", "top_ids", "top_log_probs", "versions")
     for one in some:
         whole = rollouts[int(one.uid)]
@@ -617,6 +675,7 @@ def test_a_quick_check_scores_a_sixteenth_and_at_least_four(size, count):
 
 def test_a_quick_check_of_few_rollouts_reads_more_of_each():
     rollouts = [replace(one, uid=f"{n}") for n, one in enumerate(written(TransformersEngine, PLAIN)[:3])]
+
     assert [one.uid for one in sample_rollouts(rollouts, seed=0)] == ["0", "1", "2"]
     assert all(
         torch.equal(one.token_ids, two.token_ids)

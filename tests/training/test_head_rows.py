@@ -84,7 +84,8 @@ def test_an_engine_samples_from_the_rows_that_both_have(settings: dict[str, str]
         assert ours.capabilities.vocab_size == ours.capabilities.num_top_log_probs == VOCAB
         found, wanted = ours.generate(REQUESTS), cut.generate(REQUESTS)
         for one, other in zip(found, wanted, strict=True):
-            assert one.token_ids.equal(other.token_ids) and one.top_ids.equal(other.top_ids)
+            assert one.token_ids.equal(other.token_ids)
+            assert one.top_ids.equal(other.top_ids)
             torch.testing.assert_close(one.rollout_log_probs, other.rollout_log_probs)
             torch.testing.assert_close(one.top_log_probs.exp().sum(-1), torch.ones(len(one.token_ids)))
         torch.testing.assert_close(ours.score(found, 0.7), cut.score(found, 0.7))
@@ -96,12 +97,14 @@ def test_an_engine_samples_from_the_rows_that_both_have(settings: dict[str, str]
 def test_a_draft_model_has_the_rows_of_the_policy(tmp_path: Path) -> None:
     long, cut = save_pairs(tmp_path, "rollout_model", tied=True)
     written = []
+
     for folder in (long, cut):
         drafter = make_engine(TransformersEngineConfig(), str(folder / "rollout_model"), CPU, FIRST, None, VOCAB)
         settings = TransformersEngineConfig(draft={"tokens": 3})
         engine = make_engine(settings, str(folder / "policy"), CPU, FIRST, drafter, VOCAB)
         with closing(drafter), closing(engine):
             written.append([rollout.token_ids.tolist() for rollout in engine.generate(REQUESTS)])
+
     assert written[0] == written[1]
 
 
@@ -118,7 +121,9 @@ def test_a_run_is_that_of_models_of_one_length(
     save_longer(f"starter:{longer}", tmp_path / "long")
     settings = ("iterations=2", *BRIEF, *overrides)
     run(small_config(*settings, f"{longer}.path={tmp_path / 'long'}"), tmp_path / "run")
+
     plain = finished_run(*settings)
+
     for found, wanted in zip(read_lines(tmp_path / "run"), read_lines(plain), strict=True):
         numbers = {name: value for name, value in wanted.items() if name.split("/")[0] not in UNLIKE}
         torch.testing.assert_close({name: found[name] for name in numbers}, numbers, rtol=1e-4, atol=1e-5)

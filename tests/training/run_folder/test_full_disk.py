@@ -70,12 +70,16 @@ def events(folder: Path, name: str) -> list[dict]:
 
 def test_a_checkpoint_that_does_not_fit_is_tried_again(whole, tmp_path, caplog) -> None:
     config = small_config(*OVERRIDES, "checkpoint.every=1", "checkpoint.keep=4")
+
     run_limited(config, tmp_path, NO_CHECKPOINT, after=0, until=2)
+
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-3", "step-4", "last", "best"}
     assert column(tmp_path, "checkpoint/failed") == [0, 0, 1, 2, 2]  # a line is written before its checkpoint
+
     failures = events(tmp_path, "checkpoint_failed")
     assert [event["iteration"] for event in failures] == [1, 2]
-    assert "step-1: SafetensorError" in failures[0]["why"] and "File too large" in failures[0]["why"]
+    assert "step-1: SafetensorError" in failures[0]["why"]
+    assert "File too large" in failures[0]["why"]
     assert "checkpoint_failed" in caplog.text
     for role in ("policy", "rollout_model"):
         assert all(torch.equal(tensor, weights(whole, role)[name]) for name, tensor in weights(tmp_path, role).items())
@@ -94,16 +98,19 @@ def test_the_best_policy_is_not_lost_by_a_write_that_failed(tmp_path, monkeypatc
     monkeypatch.setattr(Checkpoints, "save", failing)
     run(config, tmp_path / "failed")
     best = [(tmp_path / name / "checkpoints" / "best").readlink().name for name in ("whole", "failed")]
-    assert best[0] == best[1] and len(events(tmp_path / "failed", "checkpoint_failed")) == 1
+    assert best[0] == best[1]
+    assert len(events(tmp_path / "failed", "checkpoint_failed")) == 1
 
 
 @pytest.mark.slow
 def test_a_run_continues_after_a_last_checkpoint_that_failed(whole, tmp_path) -> None:
     config = small_config(*OVERRIDES)
+
     with pytest.raises(CheckpointError, match=r"Free space there and run the same command.* iteration 2"):
         run_limited(config, tmp_path, NO_CHECKPOINT, after=2, until=-1)
     assert metrics(tmp_path)[-1]["iteration"] == 4
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
+
     run(config, tmp_path)
     assert_same_but_for_failures(whole, tmp_path)
 
@@ -113,7 +120,8 @@ def test_a_run_whose_checkpoints_never_fitted_begins_anew(whole, tmp_path, caplo
     config = small_config(*OVERRIDES, "iterations=2")
     with pytest.raises(CheckpointError, match="the same command: it begins again"), largest_file(NO_CHECKPOINT):
         run(config, tmp_path)
-    assert column(tmp_path, "iteration") == list(range(3)) and not list(tmp_path.glob("checkpoints/*"))
+    assert column(tmp_path, "iteration") == list(range(3))
+    assert not list(tmp_path.glob("checkpoints/*"))
     before = contents(tmp_path)
 
     run(config, tmp_path)
@@ -127,11 +135,15 @@ def test_a_run_whose_checkpoints_never_fitted_begins_anew(whole, tmp_path, caplo
 @pytest.mark.slow
 def test_a_checkpoint_that_fitted_after_failures_is_missed(tmp_path: Path) -> None:
     config = small_config(*OVERRIDES)
+
     run_limited(config, tmp_path, NO_CHECKPOINT, after=0, until=2, kill_after=4)
+
     assert column(tmp_path, "checkpoint/failed") == [0, 0, 0, 1, 1]
+
     for checkpoint in (tmp_path / "checkpoints").glob("step-*"):
         shutil.rmtree(checkpoint)
     before = contents(tmp_path)
+
     with pytest.raises(CheckpointError, match="4 finished iterations and no checkpoint to continue from"):
         launch(config, tmp_path, lambda line: None)
     assert contents(tmp_path) == before
@@ -147,15 +159,19 @@ def test_the_count_of_failures_survives_a_kill(tmp_path: Path) -> None:
 
 def test_lines_wait_for_room_and_other_files_are_given_up(whole, tmp_path, caplog) -> None:
     config = small_config(*OVERRIDES, "checkpoint.every=100")
+
     run_limited(config, tmp_path, NO_LINE, after=1, until=3)
+
     assert_same_but_for_failures(whole, tmp_path)
     assert column(tmp_path, "iteration") == list(range(5))
     assert column(tmp_path, "files/failed") == [0, 0, 3, 4, 4]  # rollouts and two evaluations; rollouts
+
     evaluations = [f"eval/iteration-000002-{role}.jsonl" for role in ("policy", "rollout_model")]
     assert [event["file"] for event in events(tmp_path, "write_failed")] == ["rollouts", *evaluations, "rollouts"]
     assert not list(tmp_path.rglob("*.partial"))
     assert not (tmp_path / "rollouts" / "iteration-000003.parquet").exists()
     assert caplog.text.count("metrics.jsonl: [Errno 27] File too large; new lines wait in memory") == 1
+
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
     assert [point.step for point in shown] == list(range(1, 5))
 
@@ -163,9 +179,11 @@ def test_lines_wait_for_room_and_other_files_are_given_up(whole, tmp_path, caplo
 def test_lines_that_never_fit_are_said_to_be_lost(tmp_path: Path, caplog) -> None:
     folder = RunFolder(tmp_path)
     folder.event(0, {"event": "first"})
+
     with largest_file((tmp_path / "events.jsonl").stat().st_size + 10):
         folder.event(1, {"event": "second"})
         folder.close()
+
     assert re.search(r"events\.jsonl: \d+ bytes did not fit on the disk and are lost", caplog.text)
     assert [event["event"] for event in folder.read("events.jsonl")] == ["first"]
     assert (tmp_path / "events.jsonl").read_bytes().endswith(b"\n")
@@ -188,13 +206,18 @@ def test_a_small_disk_that_fills_up(whole: Path, tmp_path: Path) -> None:
     train = f"{sys.executable} {TESTS / 'helpers' / 'disks.py'} {disk / 'run'}"
     script = f"{' '.join(mount)} && {train} && cp -r {disk / 'run'} {kept}"
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+
     done = subprocess.run(
         [*own_mounts, "sh", "-c", script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "No space left on device" in done.stdout and "checkpoint_failed" in done.stderr
+
+    assert "No space left on device" in done.stdout
+    assert "checkpoint_failed" in done.stderr
     assert_same_but_for_failures(whole, kept)
     assert column(kept, "checkpoint/failed") == [0, 0, 0, 1, 1]
     assert column(kept, "files/failed") == [0, 0, 3, 3, 3]
+
     [event] = events(kept, "checkpoint_failed")
-    assert event["iteration"] == 2 and "No space left on device" in event["why"]
+    assert event["iteration"] == 2
+    assert "No space left on device" in event["why"]

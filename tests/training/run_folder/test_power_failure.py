@@ -73,10 +73,14 @@ def test_a_checkpoint_is_flushed_then_named_then_its_folder(tmp_path: Path) -> N
     with disk(tmp_path) as seen:
         save(tmp_path, 2, is_best=True)
     named = seen.calls.index("rename step-2.partial step-2")
+
     files = {path.relative_to(tmp_path / "step-2").as_posix() for path in (tmp_path / "step-2").rglob("*")}
+
     assert {"policy", "policy/model.safetensors", "state.pt", "checksums.json"} <= files
+
     flushed = {f"flush step-2.partial/{name}" for name in files} | {"flush step-2.partial"}
-    assert set(seen.calls[:named]) == flushed and len(seen.calls[:named]) == len(flushed)
+    assert set(seen.calls[:named]) == flushed
+    assert len(seen.calls[:named]) == len(flushed)
     assert seen.calls[named + 1] == "flush ."
     assert seen.calls[named + 2 :] == ["rename .last last", "rename .best best"]
 
@@ -85,24 +89,30 @@ def test_a_checkpoint_that_cannot_be_flushed_leaves_the_others(tmp_path: Path) -
     """At every flush and rename; the next attempt writes what is missing, and flushes it."""
     with disk(tmp_path) as seen:
         save(tmp_path / "whole", 4)
+
     named = seen.calls.index("rename whole/step-4.partial whole/step-4")
+
     for fails in range(1, len(seen.calls) + 1):
         folder = tmp_path / str(fails)
         save(folder, 2)
         with disk(folder, fails), pytest.raises(CheckpointError, match=r"step-4: OSError: .*Input/output error"):
             save(folder, 4)
         found, corrupt = Checkpoints(folder, 2).find()
-        assert not corrupt and found.state["iteration"] == (2 if fails <= named + 1 else 4)
+        assert not corrupt
+        assert found.state["iteration"] == (2 if fails <= named + 1 else 4)
         assert not list(folder.glob("*.partial"))
         with disk(folder) as again:
             save(folder, 4)
-        assert "flush ." in again.calls and (folder / "last").readlink() == Path("step-4")
+        assert "flush ." in again.calls
+        assert (folder / "last").readlink() == Path("step-4")
 
 
 def test_lines_are_flushed_before_their_checkpoint(tmp_path: Path) -> None:
     with disk(tmp_path) as seen:
         run(small_config("iterations=1"), tmp_path)
+
     named = seen.calls.index("rename checkpoints/step-1.partial checkpoints/step-1")
+
     for name in ("metrics.jsonl", "events.jsonl"):
         assert f"flush {name}" in seen.calls[:named]
     for name in ("config.yaml", "environment.json", "rollouts/iteration-000001.parquet"):

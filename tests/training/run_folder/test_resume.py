@@ -67,13 +67,17 @@ DEAR = (  # much of them is in others
 )
 def test_a_killed_run_continues_bit_equal(regime: str, tmp_path: Path) -> None:
     config = small_config(*BRIEF, *REGIMES[regime])
+
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=3)  # the checkpoint is that of iteration 2
+
     assert metrics(tmp_path / "killed")[-1]["iteration"] == 3
+
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "reward/me')  # a line cut short
     (tmp_path / "killed" / "rollouts" / "iteration-000004.parquet.partial").write_bytes(b"half a file")
     run(config, tmp_path / "killed")
     roles = ["policy"] if config.rollout_model is None else ["policy", "rollout_model"]
+
     assert_same_run(tmp_path / "whole", tmp_path / "killed", roles + (["critic"] if config.critic else []))
 
 
@@ -83,23 +87,29 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=1)
     (tmp_path / "killed" / "checkpoints" / "step-2.partial").mkdir()  # it was about to be written
     before = (tmp_path / "killed" / "metrics.jsonl").read_bytes()
+
     run(config, tmp_path / "killed")
+
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
     assert (tmp_path / "killed" / "superseded" / "1" / "metrics.jsonl").read_bytes() == before
 
 
 def test_training_moves_both_models_and_counts_their_steps(finished_run: FinishedRuns) -> None:
     folder = finished_run()
+
     for role in ("policy", "rollout_model"):
         started, ended = load_file(starter_path(role) / "model.safetensors"), weights(folder, role)
         assert not any(torch.equal(ended[name], tensor) for name, tensor in started.items())
+
     state = load_state(folder / "checkpoints" / "last")
-    assert state["version"][1] == 4 and state["version"][0] <= 4
+    assert state["version"][1] == 4
+    assert state["version"][0] <= 4
 
 
 def test_a_changed_setting_is_refused_and_named(finished_run: FinishedRuns, tmp_path: Path) -> None:
     finished_run.copy(tmp_path, kill_after=3)
     before = (tmp_path / "config.yaml").read_text()
+
     with pytest.raises(CheckpointError, match=r"objective\.correction\.lam: 1\.0 in the folder, 2\.0 now"):
         launch(small_config("objective.correction.lam=2.0"), tmp_path, lambda line: None)
     assert (tmp_path / "config.yaml").read_text() == before
@@ -125,10 +135,14 @@ def test_a_start_mends_what_a_kill_left_behind(finished_run: FinishedRuns, tmp_p
 
 def test_keep_and_best_links(tmp_path: Path) -> None:
     run(small_config("iterations=3", "checkpoint.every=1", "checkpoint.keep=1", "evaluation.every=1"), tmp_path)
+
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+
     assert (tmp_path / "checkpoints" / "last").readlink().name == "step-3"
+
     best = (tmp_path / "checkpoints" / "best").readlink().name
     assert names == {"last", "best", "step-3", best}
+
     accuracy = {line["iteration"]: line["eval/policy_accuracy"] for line in metrics(tmp_path) if line["iteration"]}
     assert accuracy[int(best.removeprefix("step-"))] == max(accuracy.values())
 
@@ -164,15 +178,20 @@ def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
         small_config(SHORT, "iterations=2", "evaluation.every=1", "checkpoint.every=100", "checkpoint.keep=1"), tmp_path
     )
     lines = [line for line in metrics(tmp_path) if line["iteration"]]
+
     best = max(lines, key=lambda line: (line["eval/policy_accuracy"], -line["iteration"]))["iteration"]
+
     assert (tmp_path / "checkpoints" / "best").readlink().name == f"step-{best}"
     assert (tmp_path / "checkpoints" / f"step-{best}" / "policy" / "model.safetensors").is_file()
 
 
 def test_ctrl_c_before_the_first_iteration_binds_no_start(tmp_path: Path) -> None:
     with closing(launch(small_config(SHORT), tmp_path, lambda line: signal.raise_signal(signal.SIGINT))) as trainer:
-        assert not trainer.train() and trainer.iteration == 0
+        assert not trainer.train()
+        assert trainer.iteration == 0
+
     assert not list((tmp_path / "checkpoints").iterdir())
+
     run(small_config(SHORT, "iterations=1", "rollout_model.optimizer=null"), tmp_path)
     assert metrics(tmp_path)[-1]["iteration"] == 1
 
@@ -184,5 +203,6 @@ def test_a_run_is_not_continued_beside_another_reference(tmp_path: Path) -> None
     config = small_config(SHORT, "iterations=1", *settings)
     run(config, tmp_path / "run")
     shutil.copy(tmp_path / "run" / "checkpoints" / "last" / "policy" / "model.safetensors", reference)
+
     with pytest.raises(CheckpointError, match=r"objective\.reference are not those that the run began with"):
         launch(config, tmp_path / "run", lambda line: None)

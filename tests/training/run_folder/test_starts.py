@@ -59,7 +59,9 @@ def test_iterations_without_a_checkpoint_are_refused_and_kept(
 ) -> None:
     finished_run.copy(tmp_path)
     change(tmp_path / "checkpoints")
+
     before = contents(tmp_path)
+
     for _ in range(2):
         with pytest.raises(CheckpointError, match=rf"4 finished iterations and no checkpoint .* {why}\. Bring the"):
             start(tmp_path)
@@ -85,8 +87,11 @@ def test_a_start_removes_no_finished_file_and_none_of_users(finished_run: Finish
     before = contents(tmp_path)
     (tmp_path / "rollouts" / "iteration-000003.parquet.partial").write_bytes(b"half a file")
     start(tmp_path, "checkpoint.every=1", "checkpoint.keep=1", "rollouts.keep=1")
+
     after = contents(tmp_path)
+
     assert "rollouts/iteration-000003.parquet.partial" not in after
+
     moved = {name for name in before if f"superseded/1/{name}" in after}
     assert (
         {"metrics.jsonl", "rollouts/iteration-000003.parquet"}
@@ -98,6 +103,7 @@ def test_a_start_removes_no_finished_file_and_none_of_users(finished_run: Finish
         }
     )
     assert before["metrics.jsonl"] == after["metrics.jsonl"] + after["superseded/1/metrics.jsonl"]
+
     written = {*moved, "events.jsonl", "config.yaml", "environment.json", "checkpoints/last"}
     assert {name: before[name] for name in before.keys() - written} == {
         name: after[name] for name in before.keys() - written
@@ -110,6 +116,7 @@ def test_another_runs_checkpoint_is_refused(finished_run: FinishedRuns, tmp_path
     other = finished_run("iterations=2", arm="on_policy") / "checkpoints"
     shutil.copytree(other, tmp_path / "checkpoints", symlinks=True)
     before = contents(tmp_path)
+
     with pytest.raises(CheckpointError, match=r"step-2 is of another run:\n(?s:.*)rollout_model: null in the folder"):
         start(tmp_path)
     assert contents(tmp_path) == before
@@ -129,18 +136,26 @@ def test_a_process_without_its_folder_ends_and_writes_nothing(replaced: bool, tm
     with pytest.raises(CheckpointError, match="was removed or replaced while this process trained in it"):
         trainer.train()
     trainer.close()
-    assert folder.exists() == replaced and not contents(tmp_path / "run")
+    assert folder.exists() == replaced
+    assert not contents(tmp_path / "run")
 
 
 def test_settings_that_decide_no_number_may_change(finished_run: FinishedRuns, tmp_path: Path) -> None:
     finished_run.copy(tmp_path, kill_after=3)
     changed = ["iterations=5", "evaluation.every=3", "rollouts.every=1", "engine.max_num_seqs=3", "description=hello"]
+
     start(tmp_path, *changed)
+
     assert run_config(tmp_path) == small_config(*changed)
+
     [event] = [line for line in RunFolder(tmp_path).read("events.jsonl") if line["event"] == "settings_changed"]
-    assert event["iteration"] == 2 and event["changes"]["iterations"] == [4, 5] and len(event["changes"]) == 5
+    assert event["iteration"] == 2
+    assert event["changes"]["iterations"] == [4, 5]
+    assert len(event["changes"]) == 5
+
     start(tmp_path, *changed, "device=auto")
     text = (tmp_path / "config.yaml").read_text()
+
     assert [line.partition("Z: ")[2] for line in text.splitlines() if line.startswith("# after iteration 2, ")] == [
         f'description: "{small_config().description}" -> "hello"',
         "engine.max_num_seqs: 256 -> 3",
@@ -156,11 +171,14 @@ def test_a_run_that_got_more_iterations_is_the_longer_run(finished_run: Finished
     """But for what was measured more often: the last iteration saves its rollouts, and some metrics with them."""
     finished_run.copy(tmp_path, "iterations=2")
     run(small_config(), tmp_path)
+
     whole = finished_run()
+
     for role in BOTH:
         ours, theirs = weights(tmp_path, role), weights(whole, role)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert metrics(tmp_path)[3:] == metrics(whole)[3:] and metrics(tmp_path)[:2] == metrics(whole)[:2]
+    assert metrics(tmp_path)[3:] == metrics(whole)[3:]
+    assert metrics(tmp_path)[:2] == metrics(whole)[:2]
 
 
 REFUSED = {
@@ -180,8 +198,10 @@ def test_settings_of_numbers_computed_before_may_not_change(override: str, finis
 
 def test_a_refused_start_leaves_nothing_but_what_was_there(tmp_path: Path) -> None:
     refused = small_config("sampling.num_top_log_probs=5000")
+
     with pytest.raises(ConfigError, match="num_top_log_probs is 5000"):
         run(refused, tmp_path / "new")
+
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigError, match="num_top_log_probs is 5000"):
         run(refused, tmp_path / "mine")
@@ -203,8 +223,10 @@ def test_iterations_are_fixed_where_rates_fall_towards_the_last(schedule: str, r
     folder.lock()
     folder.start(small_config(falling), 1, -1)
     (tmp_path / "checkpoints" / "step-2").mkdir()
+
     with pytest.raises(CheckpointError, match=rf"the rates used so far fell .* \({role}\.optimizer\.schedule\)"):
         folder.check(small_config(falling, "iterations=9"))
+
     folder.check(small_config(falling, "evaluation.every=3"))
     folder.close()
 
@@ -218,7 +240,9 @@ def test_only_what_decides_no_number_computed_before_may_change() -> None:
     machine += ["head_kernel", "head_logits_memory", "placement.timeout", "placement.offload"]
     machine += [f"placement.{name}" for name in ("engines", "chunk", "ranks", "launcher", "restarts")]
     guards = ["guard.check_engine", "guard.max_non_finite_steps"]
+
     tracking = ["tracking.wandb", *(f"tracking.wandb.{name}" for name in ("project", "entity", "mode"))]
+
     assert changeable(Config) == {"description", "iterations", *cadence, *machine, *guards, *tracking, *blocks}
 
 
@@ -229,8 +253,12 @@ def test_a_clock_that_jumps_changes_nothing_but_timestamps(
     calls = iter(range(1_000_000))
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0 + (3600.0 if next(calls) % 3 else -3600.0))
     lines = run(small_config(), tmp_path)
+
     monkeypatch.undo()
+
     assert_same_run(finished_run(), tmp_path, BOTH)
     assert [line["time"] for line in lines] != sorted(line["time"] for line in lines)
+
     seconds = [value for line in lines for name, value in line.items() if name.startswith("seconds/")]
-    assert seconds and all(0.0 <= value < 60.0 for value in seconds)
+    assert seconds
+    assert all(0.0 <= value < 60.0 for value in seconds)

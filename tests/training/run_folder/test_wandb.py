@@ -74,17 +74,26 @@ def test_a_continued_run_continues_its_wandb_run(tmp_path: Path) -> None:
     run(config, folder)
     lines = read_lines(folder)
     first, second = starts(folder)
+
     both = [kinds(start) for start in (first, second)]
+
     assert [one["exit"][0].exit_code for one in both] == [1, 0]
+
     ids = {one["run"][0].run_id for one in both}
-    assert len(ids) == 1 and all(one["run"][0].resume for one in both)
+    assert len(ids) == 1
+    assert all(one["run"][0].resume for one in both)
     assert (folder / "wandb" / "run_id").read_text().strip() == f"/tests/{ids.pop()}"
     assert logged(first) == [counted(line) for line in before]
-    assert logged(second) == [counted(line) for line in lines[3:]] and lines[3]["iteration"] == 3
+    assert logged(second) == [counted(line) for line in lines[3:]]
+    assert lines[3]["iteration"] == 3
+
     sent = both[1]["run"][0]
     settings = {one.key: json.loads(one.value_json) for one in sent.config.update if one.key != "_wandb"}
-    assert settings == settings_of(config) and (sent.project, sent.display_name) == ("tests", "killed")
-    assert not sent.host and not sent.HasField("git")
+
+    assert settings == settings_of(config)
+    assert (sent.project, sent.display_name) == ("tests", "killed")
+    assert not sent.host
+    assert not sent.HasField("git")
     assert both[1].keys() <= {"header", "run", "telemetry", "metric", "summary", "history", "exit", "footer"}
 
 
@@ -116,13 +125,15 @@ def test_tracking_begun_later_has_the_earlier_lines(tmp_path: Path) -> None:
     folder.close()
     assert [line["files/failed"] for line in lines] == [0, 1]
     [event, *_] = [one for one in folder.read("events.jsonl") if one["event"] == "write_failed"]
-    assert event["file"] == "wandb" and "onnection" in event["why"]
+    assert event["file"] == "wandb"
+    assert "onnection" in event["why"]
 
     folder = RunFolder(tmp_path)  # a second run in the same process
     folder.start(tracked, 1, 5)
     folder.report(6, {"loss": 0.1})
     folder.close()
-    assert folder.failed["files/failed"] == 0 and logged(starts(tmp_path)[-1])[-1]["iteration"] == 6
+    assert folder.failed["files/failed"] == 0
+    assert logged(starts(tmp_path)[-1])[-1]["iteration"] == 6
 
 
 @needs_wandb
@@ -133,14 +144,19 @@ def test_without_a_login_a_new_run_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "stdin", None)
     online = small_config("tracking.wandb={project: tests}")
+
     with pytest.raises(ConfigError, match=r"No API key configured.*tracking\.wandb\.mode=offline"):
         RunFolder(tmp_path).start(online, 1, -1)
+
     folder = tmp_path / "continued"
     run(small_config(), folder, kill_after=3)
     lines = run(online, folder)
+
     assert {line["files/failed"] for line in lines} == {1}
+
     [event] = [one for one in RunFolder(folder).read("events.jsonl") if one["event"] == "write_failed"]
-    assert event["file"] == "wandb" and "No API key configured" in event["why"]
+    assert event["file"] == "wandb"
+    assert "No API key configured" in event["why"]
 
 
 @needs_wandb
@@ -155,7 +171,8 @@ def test_the_environment_switches_it_off(tmp_path: Path, monkeypatch: pytest.Mon
     assert folder.report(0, {"loss": 1.0})["files/failed"] == 0
     folder.close()
     wandb.teardown()
-    assert not list((tmp_path / "wandb").glob("*run-*")) and folder.failed["files/failed"] == 0
+    assert not list((tmp_path / "wandb").glob("*run-*"))
+    assert folder.failed["files/failed"] == 0
 
 
 @pytest.mark.parametrize("module", [None, ModuleType("wandb")], ids=["nothing", "a folder of that name"])
