@@ -70,7 +70,7 @@ def test_corrupt_checkpoints_are_named_set_aside_and_passed_over(undisturbed_run
         assert (checkpoints / link).readlink() == (undisturbed_run / "checkpoints" / link).readlink()
 
 
-def test_links_lead_to_older_checkpoints_when_the_best_is_corrupt(finished_run: FinishedRuns, tmp_path: Path) -> None:
+def test_links_lead_to_older_ones_when_the_best_is_corrupt(finished_run: FinishedRuns, tmp_path: Path) -> None:
     config, checkpoints = small_config(*KEEP_EVERY_CHECKPOINT), tmp_path / "checkpoints"
     finished_run.copy(tmp_path, *KEEP_EVERY_CHECKPOINT)
     (checkpoints / "best").unlink()
