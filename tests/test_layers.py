@@ -147,7 +147,6 @@ def test_only_ui_postpones_imports_and_only_of_modules():
 
 def test_heavy_packages_are_imported_in_one_file_each():
     roots = {name: {module.split(".")[0] for module in names} for name, names in imports_by_module().items()}
-
     for package in sorted(HEAVY):
         users = [name for name, module_roots in roots.items() if package in module_roots]
         assert len(users) <= 1, f"{package} is imported by {users}"
@@ -206,21 +205,19 @@ def test_the_mathematics_needs_only_torch_and_pydantic():
     assert "objectives.obrs" in light_modules
     assert "objectives.joint" in light_modules
 
-    done = run(without(TRAIN | HEAVY) + LIGHT_PROGRAM, *light_modules)
+    process = run(without(TRAIN | HEAVY) + LIGHT_PROGRAM, *light_modules)
 
-    assert done.stdout == "rich is blocked in this test\n", done.stderr
-    assert "ImportError: jackpot.train needs the extra `train`: pip install -c constraints.txt" in done.stderr
-    assert "'.[train]' in a clone" in done.stderr
+    assert process.stdout == "rich is blocked in this test\n", process.stderr
+    assert "ImportError: jackpot.train needs the extra `train`: pip install -c constraints.txt" in process.stderr
+    assert "'.[train]' in a clone" in process.stderr
 
 
 def test_settings_are_read_without_torch():
-    done = run(without({"torch"}) + "import jackpot.config.recipes, jackpot.config.reference, jackpot.config.arms")
-    assert done.returncode == 0, done.stderr
+    process = run(without({"torch"}) + "import jackpot.config.recipes, jackpot.config.reference, jackpot.config.arms")
+    assert process.returncode == 0, process.stderr
 
 
 def test_the_reward_worker_starts_without_torch():
     program = "import sys, jackpot, jackpot.rollout.rewards.worker\nassert 'torch' not in sys.modules\njackpot.nothing"
-
-    done = run(program)
-
-    assert "AttributeError: module 'jackpot' has no attribute 'nothing'" in done.stderr, done.stderr
+    process = run(program)
+    assert "AttributeError: module 'jackpot' has no attribute 'nothing'" in process.stderr, process.stderr

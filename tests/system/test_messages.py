@@ -270,6 +270,7 @@ def servers() -> Iterator[dict[str, ScriptedServer]]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, servers: dict[str, ScriptedServer]) -> Path:
+    """A folder with a tiny model and the addresses of the servers."""
     home = tmp_path_factory.mktemp("messages")
     save_tiny_model(home / "model", seed=0)
     for program, server in servers.items():
@@ -376,6 +377,7 @@ def train(folder: Path, tap: Tap = NO_FAULT) -> Ended:
 
 @pytest.fixture(scope="module")
 def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks without a fault."""
     folder = tmp_path_factory.mktemp("ranks") / "whole"
     ending = train(folder)
     assert ending.codes == [0, 0], ending
@@ -409,7 +411,6 @@ def test_a_run_of_two_ranks_heals_from_a_faulty_message(
     kind: str, fault: str, undisturbed_run: Path, tmp_path: Path
 ) -> None:
     train_tapped(tmp_path / "run", Tap(kind, fault, late=12.0))
-
     assert_same_run(undisturbed_run, tmp_path / "run", ROLES)
 
 
@@ -419,7 +420,6 @@ def test_a_run_heals_from_a_lost_gloo_connection_within_a_sum(
     fault: str, undisturbed_run: Path, tmp_path: Path
 ) -> None:
     train_tapped(tmp_path / "run", Tap("connection", fault, number=2))
-
     assert_same_run(undisturbed_run, tmp_path / "run", ROLES)
 
 
@@ -432,5 +432,4 @@ def test_a_run_heals_from_faulty_bytes_of_the_rendezvous_store(
     kind: str, fault: str, message_index: int, undisturbed_run: Path, tmp_path: Path
 ) -> None:
     train_tapped(tmp_path / "run", Tap(kind, fault, number=message_index, late=12.0))
-
     assert_same_run(undisturbed_run, tmp_path / "run", ROLES)

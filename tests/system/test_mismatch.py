@@ -32,8 +32,8 @@ def test_two_sides_in_every_table(tmp_path: Path) -> None:
         "dtype=fp32, attn_implementation=eager",
         "--all",
     )
-    done = jackpot("mismatch", "starter:policy", *SMALL, *arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = jackpot("mismatch", "starter:policy", *SMALL, *arguments, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
 
     folder = tmp_path / "runs" / "mismatch-starter-policy"
     assert_page_and_numbers_alone(folder)
@@ -45,7 +45,7 @@ def test_two_sides_in_every_table(tmp_path: Path) -> None:
     assert numbers["responses"] == 12
     assert numbers["kl_is_exact"]
 
-    printed = " ".join(done.stdout.split())
+    printed = " ".join(process.stdout.split())
     for text in (
         "transformers fp32 int8_w8a8 generates",
         f"{numbers['gap']['value']:.3g} ({numbers['gap']['error']:.1g})",
@@ -64,13 +64,13 @@ def test_two_sides_in_every_table(tmp_path: Path) -> None:
 def test_several_sides_in_one_table_and_json_alone_on_the_output(tmp_path: Path) -> None:
     sides = ("--sampler", "dtype=bf16", "--sampler", "dtype=fp32", "--learner", "autocast=bf16", "--seed", "3")
 
-    done = jackpot("mismatch", "starter:policy", *SMALL, *sides, "--out", "here", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = jackpot("mismatch", "starter:policy", *SMALL, *sides, "--out", "here", "--json", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
 
-    assert json.loads(done.stdout) == saved_numbers(tmp_path / "here")
-    assert "transformers bf16 generates" in done.stderr
-    assert [pair["name"] for pair in json.loads(done.stdout)["pairs"]] == ["transformers bf16", "transformers fp32"]
-    assert json.loads(done.stdout)["settings"]["seed"] == 3
+    assert json.loads(process.stdout) == saved_numbers(tmp_path / "here")
+    assert "transformers bf16 generates" in process.stderr
+    assert [pair["name"] for pair in json.loads(process.stdout)["pairs"]] == ["transformers bf16", "transformers fp32"]
+    assert json.loads(process.stdout)["settings"]["seed"] == 3
     assert_page_and_numbers_alone(tmp_path / "here")
     assert "learner: transformers fp32 autocast bf16" in page_data(tmp_path / "here" / "mismatch.html")
 
@@ -106,9 +106,9 @@ BAD_INPUT = {
 def test_bad_input_says_what_to_do_and_writes_nothing(case: str, tmp_path: Path) -> None:
     arguments, expected_texts = BAD_INPUT[case]
 
-    done = jackpot("mismatch", "starter:policy", *arguments, cwd=tmp_path)
+    process = jackpot("mismatch", "starter:policy", *arguments, cwd=tmp_path)
 
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert all(text in " ".join(done.stderr.split()) for text in expected_texts), done.stderr
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    assert all(text in " ".join(process.stderr.split()) for text in expected_texts), process.stderr
     assert not list(tmp_path.iterdir())

@@ -49,8 +49,8 @@ def test_obrs_learns_and_none_learns_less(tmp_path: Path) -> None:
 
     for arm in ("obrs", "none"):
         run(resolve("quickstart", arm, overrides), tmp_path / arm)
-        first, *_, last = metrics(tmp_path / arm)
-        gains[arm] = last["eval/policy_accuracy"] - first["eval/policy_accuracy"]
+        first_line, *_, last_line = metrics(tmp_path / arm)
+        gains[arm] = last_line["eval/policy_accuracy"] - first_line["eval/policy_accuracy"]
 
     assert gains["obrs"] > 0.15
     assert gains["none"] < gains["obrs"] - 0.05

@@ -69,11 +69,11 @@ def test_kills_of_random_ranks_change_nothing(tmp_path: Path) -> None:
         assert ending.codes[killed_ranks[-1]] == -signal.SIGKILL, (
             f"a group ended by itself after {kill_count} kills: {ending}"
         )
-        newest, corrupt = Checkpoints(killed_run / "checkpoints", 2).find()
+        newest_checkpoint, corrupt = Checkpoints(killed_run / "checkpoints", 2).find()
         assert not corrupt
         half_written += bool(set(unfinished(killed_run / "checkpoints")) - leftovers)
         last_iteration = max((line["iteration"] for line in RunFolder(killed_run).read("metrics.jsonl")), default=0)
-        lost_iterations.append(last_iteration - (newest.state["iteration"] if newest else 0))
+        lost_iterations.append(last_iteration - (newest_checkpoint.state["iteration"] if newest_checkpoint else 0))
 
     ending = run_ranks(RANKS, config, killed_run)
 

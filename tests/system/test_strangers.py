@@ -91,6 +91,7 @@ def put_link(path: Path, target: str) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     save_tiny_model(folder, seed=0)
     text_tokenizer().save_pretrained(folder)
@@ -391,7 +392,6 @@ def test_saved_rollouts_that_expand_beyond_all_are_refused(tmp_path: Path) -> No
 def test_a_message_with_a_strange_shape_is_refused(shape: list[Any]) -> None:
     header = json.dumps([{"tensor": 0}, [["float32", shape]]]).encode()
     message_body = len(header).to_bytes(8, "little") + header + bytes(-len(header) % 8) + bytes(16)
-
     with pytest.raises(ValueError, match=r"shape|size|int"):
         unpack(sealed(message_body))
 

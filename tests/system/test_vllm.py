@@ -26,16 +26,16 @@ def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
     """80 of its 250 iterations; docs/vllm.md has three whole seeds."""
     overrides = ["iterations=80", "evaluation.every=80", "threads=1", "seed=7"]
     command = [JACKPOT, "train", "quickstart", "engine=vllm", *overrides, "--run", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
-    first, *_, last = metrics(tmp_path / "run")
-    assert last["eval/policy_accuracy"] > first["eval/policy_accuracy"] + 0.1
-    assert last["eval/rollout_model_accuracy"] > first["eval/rollout_model_accuracy"] + 0.1
+    first_line, *_, last_line = metrics(tmp_path / "run")
+    assert last_line["eval/policy_accuracy"] > first_line["eval/policy_accuracy"] + 0.1
+    assert last_line["eval/rollout_model_accuracy"] > first_line["eval/rollout_model_accuracy"] + 0.1
 
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert all(event["mean_gap"] < 1e-6 for event in events if event["event"] == "engine_check")
-    assert last["mismatch/engine_gap"] < 1e-6
+    assert last_line["mismatch/engine_gap"] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_model_is_measured_with_vllm_as_with_transformers(tmp_path: Path) -> N
         folder = tmp_path / engine
         arguments = ["--benchmarks", "arithmetic", "--k", "4", "--engine", engine, "--out", folder, "problems=64"]
         command = [JACKPOT, "eval", "starter:policy", *arguments, *overrides]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "mean@4" in done.stdout, done.stderr
+        process = subprocess.run(command, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        assert "mean@4" in process.stdout, process.stderr
         table = pq.read_table(folder / "arithmetic.parquet").to_pydict()
         assert table["sample"] == [0, 1, 2, 3] * 64
         assert set(table["finish"]) == {"stop"}
@@ -88,8 +88,8 @@ def test_the_policy_can_be_evaluated_with_another_engine(tmp_path: Path, arm: st
 
     run(small_config(engine, "evaluation.engine=transformers", arm=arm), tmp_path)
 
-    last = metrics(tmp_path)[-1]
-    assert max(last["eval/policy_engine_gap"], last["eval/rollout_model_engine_gap"]) < 1e-6
+    last_line = metrics(tmp_path)[-1]
+    assert max(last_line["eval/policy_engine_gap"], last_line["eval/rollout_model_engine_gap"]) < 1e-6
 
 
 def test_a_tool_can_take_turns_with_vllm(tmp_path: Path) -> None:

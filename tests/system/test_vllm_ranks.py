@@ -73,15 +73,15 @@ def test_two_families_train_jointly_with_engines_beside_ranks(tmp_path: Path) ->
 
     train(tmp_path / "run", *VLLM, f"policy.path={policy}", f"rollout_model.path={rollout_model}")
 
-    *_, last = metrics(tmp_path / "run")
-    assert last["iteration"] == 4
-    assert {"eval/policy_accuracy", "eval/rollout_model_accuracy"} <= last.keys()
+    *_, last_line = metrics(tmp_path / "run")
+    assert last_line["iteration"] == 4
+    assert {"eval/policy_accuracy", "eval/rollout_model_accuracy"} <= last_line.keys()
 
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     checks = [event for event in events if event["event"] == "engine_check"]
     assert len(checks) == 2
     assert all(check["mean_gap"] < 1e-5 for check in checks)
-    assert last["mismatch/engine_gap"] < 1e-5
+    assert last_line["mismatch/engine_gap"] < 1e-5
 
 
 @pytest.mark.sweep

@@ -132,8 +132,8 @@ def test_without_extras_commands_say_what_to_install(environment: Environment, t
 def test_the_quickstart_trains_from_the_wheel(environment: Environment, tmp_path: Path) -> None:
     programs = environment("[train]")
 
-    done = run(programs / "jackpot", "train", "quickstart", *SHORT, "--run", "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = run(programs / "jackpot", "train", "quickstart", *SHORT, "--run", "run", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [0, 1]

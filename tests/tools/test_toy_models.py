@@ -52,6 +52,7 @@ SHORT_STUDY = {name: replace(spec, steps=3, batch_size=4) for name, spec in STUD
 
 
 def greedy_answer(model: Qwen3ForCausalLM, prompt: str) -> str:
+    """Return what a model answers to a prompt without sampling."""
     tokenizer = make_tokenizer()
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     ids = model.generate(**encoded, do_sample=False, max_new_tokens=32)
@@ -182,14 +183,12 @@ def test_a_correct_writer_adds_one_number_after_the_other():
 def test_word_problems_are_solved_step_by_step(kind, numbers, solution):
     problem = WordProblem("", kind, numbers)
     correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
-
     assert sample_word_solution(problem, correct, random.Random(0)) == solution
     assert solution.endswith(f"={problem.answer}")
 
 
 def test_a_faulty_writer_of_word_problems_keeps_its_mistakes():
     faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)  # ten too many
-
     assert sample_word_solution(WordProblem("", "finds", (1, 2, 3)), faulty, random.Random(0)) == "1+2=13; 13+3=26"
 
 

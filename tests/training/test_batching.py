@@ -307,11 +307,11 @@ def test_another_seed_or_epoch_throws_other_coins():
 def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_prompts, pads, seed):
     """In as few batches as a budget of the largest batch leaves; what is read is what the same samples have alone."""
     items = make_rollouts(sizes, seed, share_prompts)
-    half = len(items) // 2
-    old_batches = [collate(items[:half], 0, 0), collate(items[half:], 0, 0)]
+    middle = len(items) // 2
+    old_batches = [collate(items[:middle], 0, 0), collate(items[middle:], 0, 0)]
     draw = random.Random(seed)
     chosen_rows = [[row for row in range(len(batch.uids)) if draw.random() < 0.6] for batch in old_batches]
-    chosen_items = [items[start + row] for start, rows in zip((0, half), chosen_rows, strict=True) for row in rows]
+    chosen_items = [items[start + row] for start, rows in zip((0, middle), chosen_rows, strict=True) for row in rows]
 
     new_batches = regroup(old_batches, chosen_rows, pads)
 

@@ -20,7 +20,9 @@ from objectives.test_advantages import gae_by_recursion
 
 POLICY, ROLLOUT_MODEL = smallest_model(0), smallest_model(1)
 TURN_ENDS = (7, 8, 9)  # a tool writes after these: its tokens are in the text and not in the loss
-GAMMA, LAM, CLIP = 0.9, 0.8, 0.3  # of critics, where a test says nothing else
+# of critics, where a test says nothing else
+GAMMA, LAM = 0.9, 0.8
+CLIP = 0.3
 
 
 def rewarded(items, rewards=None):
@@ -116,7 +118,6 @@ def test_a_new_critic_has_the_models_body_and_values_of_zero(fresh):
 def test_a_value_model_is_saved_with_its_head(model, tmp_path):
     model.save_pretrained(tmp_path)
     loaded_model = load_value_model(tmp_path, torch.float32)
-
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), loaded_model.parameters(), strict=True))
     assert loaded_model.score.weight.abs().max() > 0.0
 
@@ -175,7 +176,8 @@ def test_the_value_loss_is_ppos_clipped_loss(model):
 @pytest.mark.parametrize("clip", [0.3, 2.0, float("inf")])
 def test_the_clipped_error_and_its_gradient_are_those_of_numpy(clip):
     draw = np.random.default_rng(0)
-    new_values, old_values, returns = (draw.normal(size=(6, 9)) for _ in range(3))
+    new_values, old_values = draw.normal(size=(6, 9)), draw.normal(size=(6, 9))
+    returns = draw.normal(size=(6, 9))
     values = torch.tensor(new_values, requires_grad=True)
     clipped_values = np.clip(new_values, old_values - clip, old_values + clip)
     plain, bounded = (new_values - returns) ** 2 / 2, (clipped_values - returns) ** 2 / 2

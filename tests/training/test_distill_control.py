@@ -53,10 +53,10 @@ def test_the_weight_changes_by_the_error_over_the_horizon(control, measurements,
 
 
 def test_models_stay_at_the_target_where_they_would_part() -> None:
-    controlled, free = learner_of(DistillControlConfig(target=0.05, horizon=1.0)), learner_of(None)
+    controlled_learner, free_learner = learner_of(DistillControlConfig(target=0.05, horizon=1.0)), learner_of(None)
 
-    controlled_steps = [train(controlled, batches(WRITTEN))[0].metrics for _ in range(45)]
-    free_steps = [train(free, batches(WRITTEN))[0].metrics for _ in range(20)]
+    controlled_steps = [train(controlled_learner, batches(WRITTEN))[0].metrics for _ in range(45)]
+    free_steps = [train(free_learner, batches(WRITTEN))[0].metrics for _ in range(20)]
 
     assert sum(step[KL].value.item() for step in controlled_steps[-8:]) / 8 == pytest.approx(0.05, rel=0.3)
     assert min(step[KL].value.item() for step in free_steps[-8:]) > 10 * 0.05

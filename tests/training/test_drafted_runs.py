@@ -69,7 +69,6 @@ STEP = "rollout_model.share={schedule: step, hold: 2}"
 def test_who_generates_or_drafts_next_needs_new_weights(overrides, iteration, roles):
     config = small_config(*overrides)
     absent_parts = dict.fromkeys(("task", "tokenizer", "engine", "policy_engine", "learner"))
-
     assert RunComponents(config=config, costs={}, **absent_parts).next_writers(iteration).keys() == roles
 
 

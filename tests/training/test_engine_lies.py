@@ -73,7 +73,8 @@ class Run:
             version=Version(0, 0),
         )
         self.check = EngineCheck(self.config, self.learner, "rollout_model", lambda iteration, event: None)
-        self.tokens, self.seed, self.prompts = 0, seed, prompts
+        self.tokens = 0  # generated so far
+        self.seed, self.prompts = seed, prompts
 
     def iterate(self, iteration: int, prompts: int = 0, group: int = GROUP, **sampling: Any) -> None:
         """Generate, check, train and check once more."""
@@ -222,6 +223,7 @@ def of_another_model(weights: dict[str, torch.Tensor], batch: int) -> dict[str, 
 
 
 def in_int8(weights: dict[str, torch.Tensor], batch: int) -> dict[str, torch.Tensor]:
+    """Round matrices to 8 bits a row."""
     scales = {
         name: weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
         for name, weight in weights.items()
@@ -302,9 +304,7 @@ QUICK = (
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LIES])
 def test_each_lie_is_named_in_time(name: str, tmp_path: Path) -> None:
     lie, why, limit = LIES[name]
-
     tokens = tokens_until_named(lie, why, limit, tmp_path, **SETTINGS.get(name, {}))
-
     assert tokens <= limit
 
 

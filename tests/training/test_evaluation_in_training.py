@@ -104,7 +104,6 @@ def test_a_resumed_run_evaluates_the_same(tmp_path: Path) -> None:
 def test_an_unknown_benchmark_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown benchmark 'gsm8'; did you mean 'gsm8k'") as error:
         run(small_config("evaluation.benchmarks=gsm8"), tmp_path)
-
     assert "tool_arithmetic" in str(error.value)
     assert not RunFolder(tmp_path).read("metrics.jsonl")
 

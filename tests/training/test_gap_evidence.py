@@ -75,7 +75,6 @@ def test_only_the_first_two_batches_are_not_judged():
 @pytest.mark.parametrize("group", [1, 3])
 def test_what_is_always_allowed_is_no_evidence(group):
     evidence = GapEvidence()
-
     for batch_index in range(60):
         gap = constant(0.99e-3 if batch_index > 2 else 1e-9)
         assert evidence.add(*batch(gap, group=group), ALWAYS) <= 0.0
@@ -84,14 +83,12 @@ def test_what_is_always_allowed_is_no_evidence(group):
 @pytest.mark.parametrize("growth", [1.0, 1.1])
 def test_gaps_that_grow_slowly_are_never_refused(growth):
     evidence = GapEvidence()
-
     for batch_index in range(50):
         assert evidence.add(*batch(constant(2e-3 * growth**batch_index)), ALWAYS) <= 0.0
 
 
 def test_depths_that_come_later_may_have_what_shallow_ones_have():
     evidence = GapEvidence()
-
     for batch_index in range(12):
         lengths = [2 ** min(batch_index + 1, 9)] * 6
         assert evidence.add(*batch(constant(0.004), lengths), ALWAYS) <= 0.0
@@ -133,7 +130,6 @@ def test_false_alarms_are_as_rare_as_promised(chance, fewest, most, monkeypatch)
 def test_a_restart_does_not_learn_that_an_engine_is_wrong():
     """The gap is 0.3 from the first batch on, where 0.02 is the most that a first batch teaches."""
     evidence = GapEvidence()
-
     with pytest.raises(EngineError, match=r"0\.3 on average in this batch"):
         for _ in range(6):
             evidence.add(*batch(constant(0.3), [1] * 40), 0.005)
@@ -163,9 +159,9 @@ def test_an_engine_that_breaks_late_and_deep_stops_the_run(tmp_path, monkeypatch
     (stop_event,) = [
         event for event in map(json.loads, (tmp_path / "events.jsonl").open()) if event["event"] == "stopped"
     ]
-    last = metrics(tmp_path)[-1]
+    last_line = metrics(tmp_path)[-1]
     assert 4 <= stop_event["iteration"] <= 6
-    assert stop_event["iteration"] == last["iteration"] + 1
+    assert stop_event["iteration"] == last_line["iteration"] + 1
     assert "No step on this batch" in stop_event["why"]
-    assert load_state(tmp_path / "checkpoints" / "last")["iteration"] == last["iteration"]
-    assert math.isfinite(last["mismatch/engine_gap"])
+    assert load_state(tmp_path / "checkpoints" / "last")["iteration"] == last_line["iteration"]
+    assert math.isfinite(last_line["mismatch/engine_gap"])

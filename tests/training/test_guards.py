@@ -84,10 +84,10 @@ class Hotter(TransformersEngine):
     """Reports the distribution that it was asked for, and samples from a hotter one."""
 
     def generate(self, requests):
-        asked = requests[0].sampling
-        hot = asked.model_copy(update={"temperature": 2.0 * asked.temperature})
+        asked_sampling = requests[0].sampling
+        hot = asked_sampling.model_copy(update={"temperature": 2.0 * asked_sampling.temperature})
         rollouts = super().generate([replace(request, sampling=hot) for request in requests])
-        rows = [self._asked(rollout, asked) for rollout in rollouts]
+        rows = [self._asked(rollout, asked_sampling) for rollout in rollouts]
         return [replace(rollout, **row) for rollout, row in zip(rollouts, rows, strict=True)]
 
     @torch.no_grad()
@@ -147,11 +147,11 @@ def test_an_engine_sampling_at_another_temperature_is_refused():
 
 def test_other_weights_are_refused_and_the_likely_cause_named():
     rollouts = rollouts_written_by(TransformersEngine, PLAIN)
-    other = make_learner(smallest_model(0), smallest_model(5))
+    other_learner = make_learner(smallest_model(0), smallest_model(5))
     batches = micro_batches([scored(rollout, 0.0) for rollout in rollouts], 4096, seed=0, epoch=0)
 
     with pytest.raises(EngineError, match="Likely causes: other weights, or another tokenizer"):
-        check_gap(rollouts, PLAIN, ["fp32"], lambda sampling: other.score("rollout_model", batches, sampling))
+        check_gap(rollouts, PLAIN, ["fp32"], lambda sampling: other_learner.score("rollout_model", batches, sampling))
 
 
 def shifted(rollout):
@@ -346,7 +346,8 @@ def test_another_temperature_is_noticed_early(temperature, tokens, honest_batche
 def test_a_bias_on_one_token_is_named_in_time(bias, direction):
     """By twice the tokens that the likelihood ratio of the bias itself would need on average."""
     random = torch.Generator().manual_seed(3)
-    evidence, tokens, expected_tokens = SamplingEvidence(), 0, 0.0
+    evidence = SamplingEvidence()
+    tokens, expected_tokens = 0, 0.0
 
     with pytest.raises(EngineError, match=f"the token 7 is drawn {direction} than by its reported probability"):
         while tokens == 0 or tokens <= 2.0 * expected_tokens:
@@ -417,9 +418,7 @@ def test_tool_tokens_and_empty_lists_are_no_evidence():
 
 def test_lists_of_very_many_tokens_are_read_up_to_a_limit(monkeypatch):
     monkeypatch.setattr(reported_lists, "LISTED_TOKENS", 40)
-
     lists = ReportedLists.of(rollouts_written_by(TransformersEngine, PLAIN))
-
     assert 40 <= len(lists.token_ids) < 40 + 16  # up to the end of a response, of 16 tokens at most
 
 
@@ -736,8 +735,8 @@ def test_a_quick_check_reads_from_all_over_the_batch():
 
 @pytest.mark.parametrize(("size", "count"), [(3, 3), (64, 4), (96, 6), (256, 16), (640, 16)])
 def test_a_quick_check_scores_a_sixteenth_and_at_least_four(size, count):
-    first = rollouts_written_by(TransformersEngine, PLAIN)[0]
-    sampled_rollouts = sample_rollouts([replace(first, uid=f"{index}") for index in range(size)], seed=5)
+    first_rollout = rollouts_written_by(TransformersEngine, PLAIN)[0]
+    sampled_rollouts = sample_rollouts([replace(first_rollout, uid=f"{index}") for index in range(size)], seed=5)
     assert [int(rollout.uid) * count // size for rollout in sampled_rollouts] == list(range(count))
 
 

@@ -195,18 +195,18 @@ def test_a_kill_while_saving_leaves_the_old_or_new_checkpoint(tmp_path: Path) ->
 
         checkpoints = Checkpoints(folder, 1)
         checkpoint, corrupt = checkpoints.find()
-        newest = checkpoint.state["iteration"]
+        newest_iteration = checkpoint.state["iteration"]
         assert not corrupt
-        assert newest in (4, 6)
-        surviving_iterations.add(newest)
+        assert newest_iteration in (4, 6)
+        surviving_iterations.add(newest_iteration)
 
-        best = checkpoints.restore_links(checkpoint.state["best"])
+        best_state = checkpoints.restore_links(checkpoint.state["best"])
         checkpoints.prune()
-        assert best["iteration"] == {4: 2, 6: 6}[newest]
-        expected_names = {"step-4", "step-2", "last", "best"} if newest == 4 else {"step-6", "last", "best"}
+        assert best_state["iteration"] == {4: 2, 6: 6}[newest_iteration]
+        expected_names = {"step-4", "step-2", "last", "best"} if newest_iteration == 4 else {"step-6", "last", "best"}
         assert {path.name for path in folder.iterdir()} == expected_names
-        assert (folder / "last").readlink().name == f"step-{newest}"
-        assert (folder / "best").readlink().name == f"step-{int(best['iteration'])}"
+        assert (folder / "last").readlink().name == f"step-{newest_iteration}"
+        assert (folder / "best").readlink().name == f"step-{int(best_state['iteration'])}"
 
         if kill.left > 0:
             break
@@ -288,8 +288,8 @@ def test_links_that_are_right_already_are_left_alone(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "symlink_to", raise_full_disk)
 
-    best = {"iteration": 2.0, "accuracy": 0.5}
-    assert Checkpoints(tmp_path, 1).restore_links(best) == best
+    best_state = {"iteration": 2.0, "accuracy": 0.5}
+    assert Checkpoints(tmp_path, 1).restore_links(best_state) == best_state
     (tmp_path / "last").unlink()
     with pytest.raises(CheckpointError, match="No space left"):
-        Checkpoints(tmp_path, 1).restore_links(best)
+        Checkpoints(tmp_path, 1).restore_links(best_state)

@@ -104,10 +104,10 @@ def test_the_best_policy_is_not_lost_by_a_write_that_failed(tmp_path, monkeypatc
     monkeypatch.setattr(Checkpoints, "save", fail_once)
     run(config, tmp_path / "failed")
 
-    best, best_after_failure = (
+    best_name, best_name_after_failure = (
         (tmp_path / name / "checkpoints" / "best").readlink().name for name in ("whole", "failed")
     )
-    assert best_after_failure == best
+    assert best_name_after_failure == best_name
     assert len(events_named(tmp_path / "failed", "checkpoint_failed")) == 1
 
 
@@ -225,13 +225,13 @@ def test_a_run_goes_on_where_a_small_disk_fills_up(undisturbed_run: Path, tmp_pa
     script = f"{' '.join(mount)} && {train} && cp -r {disk / 'run'} {copied_run}"
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
 
-    done = subprocess.run(
+    process = subprocess.run(
         [*own_mounts, "sh", "-c", script], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
-    assert "No space left on device" in done.stdout
-    assert "checkpoint_failed" in done.stderr
+    assert "No space left on device" in process.stdout
+    assert "checkpoint_failed" in process.stderr
     assert_same_but_for_failures(undisturbed_run, copied_run)
     assert column(copied_run, "checkpoint/failed") == [0, 0, 0, 1, 1]
     assert column(copied_run, "files/failed") == [0, 0, 3, 3, 3]

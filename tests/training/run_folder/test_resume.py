@@ -141,11 +141,11 @@ def test_only_the_newest_and_the_best_checkpoint_are_kept(tmp_path: Path) -> Non
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert (tmp_path / "checkpoints" / "last").readlink().name == "step-3"
 
-    best = (tmp_path / "checkpoints" / "best").readlink().name
-    assert names == {"last", "best", "step-3", best}
+    best_name = (tmp_path / "checkpoints" / "best").readlink().name
+    assert names == {"last", "best", "step-3", best_name}
 
     accuracy = {line["iteration"]: line["eval/policy_accuracy"] for line in metrics(tmp_path) if line["iteration"]}
-    assert accuracy[int(best.removeprefix("step-"))] == max(accuracy.values())
+    assert accuracy[int(best_name.removeprefix("step-"))] == max(accuracy.values())
 
 
 def test_the_run_folder_holds_the_resolved_settings(finished_run: FinishedRuns) -> None:
@@ -181,9 +181,11 @@ def test_a_new_best_is_kept_whenever_it_is_found(tmp_path: Path) -> None:
     run(small_config(SHORT, "iterations=2", *cadence), tmp_path)
 
     lines = [line for line in metrics(tmp_path) if line["iteration"]]
-    best = max(lines, key=lambda line: (line["eval/policy_accuracy"], -line["iteration"]))["iteration"]  # the first one
-    assert (tmp_path / "checkpoints" / "best").readlink().name == f"step-{best}"
-    assert (tmp_path / "checkpoints" / f"step-{best}" / "policy" / "model.safetensors").is_file()
+    best_iteration = max(lines, key=lambda line: (line["eval/policy_accuracy"], -line["iteration"]))[
+        "iteration"
+    ]  # the first one
+    assert (tmp_path / "checkpoints" / "best").readlink().name == f"step-{best_iteration}"
+    assert (tmp_path / "checkpoints" / f"step-{best_iteration}" / "policy" / "model.safetensors").is_file()
 
 
 def test_after_ctrl_c_before_iteration_1_settings_may_change(tmp_path: Path) -> None:

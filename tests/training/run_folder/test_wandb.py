@@ -27,7 +27,8 @@ def records(folder: Path) -> Iterator[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     [file] = folder.glob("*.wandb")
-    data, offset, record = file.read_bytes(), 7, b""  # a header of 7 bytes comes first
+    data, record = file.read_bytes(), b""
+    offset = 7  # a header of 7 bytes comes first
     while offset + 7 <= len(data):
         if 32768 - offset % 32768 < 7:  # no header fits into the rest of a block
             offset += 32768 - offset % 32768
