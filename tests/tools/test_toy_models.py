@@ -123,7 +123,9 @@ def test_the_packaged_policy_solves_most_sums_when_greedy():
     task = Arithmetic(make_tokenizer(), ArithmeticConfig())
     prompts = [task.prompt("test", index) for index in range(16)]
 
-    correct_count = sum(task.score(prompt, greedy_answer(model, prompt.text), True).correct for prompt in prompts)
+    correct_count = sum(
+        task.score(prompt, greedy_answer(model, prompt.text), finished=True).correct for prompt in prompts
+    )
 
     assert correct_count >= 12  # of 16
 

@@ -308,7 +308,7 @@ def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_pr
     """In as few batches as a budget of the largest batch leaves; what is read is what the same samples have alone."""
     items = make_rollouts(sizes, seed, share_prompts)
     middle = len(items) // 2
-    old_batches = [collate(items[:middle], 0, 0), collate(items[middle:], 0, 0)]
+    old_batches = [collate(items[:middle], seed=0, epoch=0), collate(items[middle:], seed=0, epoch=0)]
     draw = random.Random(seed)
     chosen_rows = [[row for row in range(len(batch.uids)) if draw.random() < 0.6] for batch in old_batches]
     chosen_items = [items[start + row] for start, rows in zip((0, middle), chosen_rows, strict=True) for row in rows]
@@ -323,7 +323,7 @@ def test_chosen_rows_are_dealt_again_with_all_that_a_model_reads(sizes, share_pr
 
     by_uid = {item.rollout.uid: item for item in items}
     for batch in new_batches:
-        expected_batch = collate([by_uid[uid] for uid in batch.uids], 0, 0)
+        expected_batch = collate([by_uid[uid] for uid in batch.uids], seed=0, epoch=0)
         for name in ("prompt_ids", "prompt_mask", "prompt_index", "response_ids", "attention_mask", "response_mask"):
             assert torch.equal(getattr(batch, name), getattr(expected_batch, name)), name
         for name in ("response_index", "rollout_log_probs", "advantages", "versions"):

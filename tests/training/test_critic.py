@@ -207,7 +207,7 @@ def test_the_critic_steps_on_the_mean_over_sampled_tokens(model):
         count += int(mask.sum())
     slopes = torch.autograd.grad(loss / count, list(exact_model.parameters()))
 
-    (result,) = learner.train(batches(learner.compute_advantages(WRITTEN), budget=60), False).steps
+    (result,) = learner.train(batches(learner.compute_advantages(WRITTEN), budget=60), trace=False).steps
 
     norm = torch.cat([slope.flatten() for slope in slopes]).norm().item()
     assert result.metrics["critic/grad_norm"].value.item() == pytest.approx(norm, rel=1e-3)
@@ -236,7 +236,7 @@ def test_the_critic_learns_what_a_prompt_is_worth(fresh):
 
     explained_variances = []
     for _ in range(15):
-        (result,) = learner.train(batches(learner.compute_advantages(rewarded(items, rewards))), False).steps
+        (result,) = learner.train(batches(learner.compute_advantages(rewarded(items, rewards))), trace=False).steps
         error, returns = (result.metrics[f"critic/{name}"] for name in ("error", "return"))
         explained_variances.append(1.0 - (error.variance / returns.variance).item())
 

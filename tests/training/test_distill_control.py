@@ -70,7 +70,7 @@ def test_models_stay_at_the_target_where_they_would_part() -> None:
 def test_the_weight_waits_for_a_step_of_the_rollout_model() -> None:
     learner = learner_of(DistillControlConfig(target=0.05), rollout_model_each_step=False)
 
-    results = [step for _ in range(2) for step in learner.train(batches(WRITTEN, mini_batch_size=4), False).steps]
+    results = [step for _ in range(2) for step in learner.train(batches(WRITTEN, mini_batch_size=4), trace=False).steps]
 
     weights = [result.metrics["rollout_model/distill_weight"].value.item() for result in results]
     assert weights[:3] == [0.05] * 3

@@ -71,7 +71,7 @@ def scorer(rollouts):
     return lambda sampling: LEARNER.score("rollout_model", batches, sampling)
 
 
-class Raw(TransformersEngine):
+class RawEngine(TransformersEngine):
     """Samples as asked and reports what the model says before temperature, top-p and top-k, as some servers do."""
 
     def collect(self, n, timeout=None, uids=None):
@@ -80,18 +80,18 @@ class Raw(TransformersEngine):
         return [replace(rollout, rollout_log_probs=logs) for rollout, logs in zip(rollouts, raw, strict=True)]
 
 
-class Hotter(TransformersEngine):
+class HotterEngine(TransformersEngine):
     """Reports the distribution that it was asked for, and samples from a hotter one."""
 
     def generate(self, requests):
         asked_sampling = requests[0].sampling
         hot = asked_sampling.model_copy(update={"temperature": 2.0 * asked_sampling.temperature})
         rollouts = super().generate([replace(request, sampling=hot) for request in requests])
-        rows = [self._asked(rollout, asked_sampling) for rollout in rollouts]
+        rows = [self._columns_as_asked(rollout, asked_sampling) for rollout in rollouts]
         return [replace(rollout, **row) for rollout, row in zip(rollouts, rows, strict=True)]
 
     @torch.no_grad()
-    def _asked(self, rollout, sampling):
+    def _columns_as_asked(self, rollout, sampling):
         prompt = rollout.prompt.token_ids
         ids = torch.tensor([[*prompt, *rollout.token_ids.tolist()]])
         logits = self._weights.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
@@ -127,7 +127,7 @@ def test_an_honest_engine_passes_whatever_it_filters(sampling):
     ],
 )
 def test_raw_log_probs_are_refused_and_named(sampling, explanation):
-    rollouts = rollouts_written_by(Raw, sampling)
+    rollouts = rollouts_written_by(RawEngine, sampling)
 
     with pytest.raises(
         EngineError, match=rf"They are the log-probs of the model ({explanation}); have the engine return"
@@ -136,7 +136,7 @@ def test_raw_log_probs_are_refused_and_named(sampling, explanation):
 
 
 def test_an_engine_sampling_at_another_temperature_is_refused():
-    rollouts = rollouts_written_by(Hotter, PLAIN)
+    rollouts = rollouts_written_by(HotterEngine, PLAIN)
 
     assert engine_gap(rollouts, scorer(rollouts)(PLAIN)) < 1e-5
     check_gap(rollouts, PLAIN, [CPU_FP32], scorer(rollouts))
@@ -334,11 +334,11 @@ def test_false_alarms_are_as_rare_as_promised(monkeypatch):
 @pytest.mark.parametrize("honest_batches", [0, 20])
 def test_another_temperature_is_noticed_early(temperature, tokens, honest_batches):
     evidence = SamplingEvidence()
-    for lists in simulated(1.0, 1, batches=honest_batches):
+    for lists in simulated(1.0, seed=1, batches=honest_batches):
         evidence.add(lists)
 
     with pytest.raises(EngineError, match="samples from another"):
-        for lists in simulated(temperature, 2, batches=tokens // 200):
+        for lists in simulated(temperature, seed=2, batches=tokens // 200):
             evidence.add(lists)
 
 
@@ -353,10 +353,8 @@ def test_a_bias_on_one_token_is_named_in_time(bias, direction):
         while tokens == 0 or tokens <= 2.0 * expected_tokens:
             logits = 2.0 * torch.randn(200, 24, generator=random, dtype=torch.float64)
             logits[:, 7] += 2.0
-            reported_log_probs, sampled_log_probs = (
-                logits.log_softmax(-1),
-                (logits + bias * (torch.arange(24) == 7)).log_softmax(-1),
-            )
+            reported_log_probs = logits.log_softmax(-1)
+            sampled_log_probs = (logits + bias * (torch.arange(24) == 7)).log_softmax(-1)
             drawn = torch.multinomial(sampled_log_probs.exp(), 1, generator=random)[:, 0]
             top = reported_log_probs.topk(12)
             tokens += len(drawn)
@@ -518,6 +516,7 @@ def test_the_guard_counts_bad_steps_in_a_row():
 
 
 def events_of(folder):
+    """Return the events of a run."""
     return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
 
@@ -580,7 +579,7 @@ def test_the_count_of_bad_steps_survives_a_restart(tmp_path, monkeypatch):
 
 
 def test_raw_log_probs_stop_a_run_before_it_trains(tmp_path, monkeypatch):
-    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", Raw)
+    monkeypatch.setattr("jackpot.launch.engines.TransformersEngine", RawEngine)
 
     with pytest.raises(EngineError, match="before temperature, top_p and top_k"):
         run(small_config(SHORT, "sampling.temperature=0.6", "iterations=1"), tmp_path)

@@ -48,7 +48,7 @@ def engines(folder: Path, tied: bool = True, **settings: object) -> list[Engine]
     """Return an engine of a model that is cut to fewer rows, and one of the model that was saved with fewer."""
     folders = save_pairs(folder, "policy", tied)
     config = TransformersEngineConfig(**settings)
-    return [make_engine(config, str(pair / "policy"), CPU, FIRST, None, VOCAB) for pair in folders]
+    return [make_engine(config, str(pair / "policy"), CPU, FIRST, drafter=None, rows=VOCAB) for pair in folders]
 
 
 @pytest.mark.parametrize(("longer", "tied"), [("policy", False), ("rollout_model", True)])
@@ -62,7 +62,8 @@ def test_joint_steps_are_those_of_cut_output_layers(longer: str, tied: bool, tmp
     samples = samples_of(cut_pair)
 
     result, expected = (
-        train(learner_of(config, False), config, samples, 80, 0, 1, rollout_batches=1) for config in configs
+        train(learner_of(config, is_sharded=False), config, samples, budget=80, rank=0, ranks=1, rollout_batches=1)
+        for config in configs
     )
 
     for step_metrics, expected_metrics in zip(result["metrics"], expected["metrics"], strict=True):
@@ -105,7 +106,9 @@ def test_a_draft_model_has_the_rows_of_the_policy(tmp_path: Path) -> None:
     token_ids = []
 
     for folder in (long_pair, cut_pair):
-        drafter = make_engine(TransformersEngineConfig(), str(folder / "rollout_model"), CPU, FIRST, None, VOCAB)
+        drafter = make_engine(
+            TransformersEngineConfig(), str(folder / "rollout_model"), CPU, FIRST, drafter=None, rows=VOCAB
+        )
         settings = TransformersEngineConfig(draft={"tokens": 3})
         engine = make_engine(settings, str(folder / "policy"), CPU, FIRST, drafter, VOCAB)
         with closing(drafter), closing(engine):

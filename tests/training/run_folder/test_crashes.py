@@ -101,13 +101,13 @@ def test_a_run_with_only_corrupt_checkpoints_is_refused(file: str, finished_run:
 
 def test_sample_answers_from_the_checkpoint_that_is_not_corrupt(undisturbed_run: Path, tmp_path: Path, caplog) -> None:
     shutil.copytree(undisturbed_run, tmp_path, symlinks=True, dirs_exist_ok=True)
-    _, answers_before = sample_answers(tmp_path, 1, 0)
+    _, answers_before = sample_answers(tmp_path, problems=1, seed=0)
     for path in (tmp_path / "checkpoints" / "step-4").rglob("*"):
         if path.is_file() and path.name != "checksums.json":
             path.unlink()
     expected_files = sorted(tmp_path.rglob("*"))
 
-    _, answers = sample_answers(tmp_path, 1, 0)
+    _, answers = sample_answers(tmp_path, problems=1, seed=0)
 
     assert all(len(evaluation.responses) == 1 for evaluation in (*answers_before.values(), *answers.values()))
     assert "step-4" in caplog.text

@@ -48,7 +48,7 @@ def test_a_line_torn_at_the_end_is_left_out_and_forgotten(tmp_path: Path) -> Non
 
     assert iterations_of(folder) == [0, 1, 2]
 
-    folder = rewound_folder(tmp_path, 2)
+    folder = rewound_folder(tmp_path, iteration=2)
     folder.report(3, {"loss": 2.0})
 
     assert iterations_of(folder) == [0, 1, 2, 3]
@@ -67,7 +67,7 @@ def test_a_torn_line_costs_itself_only_and_is_named(tmp_path: Path, caplog) -> N
 
     assert iterations_of(folder) == [0, 2, 3]
 
-    rewound_folder(tmp_path, 2)
+    rewound_folder(tmp_path, iteration=2)
     assert path.read_text() == lines[0] + lines[2]
     assert "metrics.jsonl: lines 2 cannot be read and are removed" in caplog.text
 
@@ -83,7 +83,7 @@ def test_rewinding_forgets_later_and_half_written_files(tmp_path: Path) -> None:
     (tmp_path / "rollouts" / "iteration-000001.parquet.partial").touch()
 
     for _ in range(2):  # a kill on the way is made good by doing it again
-        folder = rewound_folder(tmp_path, 2)
+        folder = rewound_folder(tmp_path, iteration=2)
         assert iterations_of(folder) == [0, 1, 2]
         assert iterations_of(folder, "events.jsonl") == [0, 1, 2]
         assert [path.name for path in folder.rollouts.iterdir()] == ["iteration-000002.parquet"]
@@ -106,7 +106,7 @@ def test_a_kill_of_a_start_is_made_good_by_the_next(newest_checkpoint: int, tmp_
     for call_index in range(1, 1000):
         path = tmp_path / str(call_index)
         folder = rewound_folder(path)
-        folder.start(config, 1, -1)
+        folder.start(config, threads=1, iteration=-1)
         for iteration in range(4):
             folder.event(iteration, {"event": "something"})
             folder.report(iteration, {"loss": 1.0})
@@ -116,11 +116,11 @@ def test_a_kill_of_a_start_is_made_good_by_the_next(newest_checkpoint: int, tmp_
 
         with pytest.MonkeyPatch.context() as monkeypatch, contextlib.suppress(Killed):
             kill = Kill(monkeypatch, call_index)
-            RunFolder(path).start(config, 1, newest_checkpoint)
+            RunFolder(path).start(config, threads=1, iteration=newest_checkpoint)
 
         folder = RunFolder(path)
         folder.check(config)
-        folder.start(config, 1, newest_checkpoint)
+        folder.start(config, threads=1, iteration=newest_checkpoint)
 
         expected_iterations = list(range(newest_checkpoint + 1))
         assert iterations_of(folder) == expected_iterations
@@ -149,7 +149,7 @@ def test_tensorboard_shows_every_iteration_once_after_a_kill(tmp_path: Path) -> 
         folder.report(iteration, {"loss": float(iteration), "never": float("nan")})
     with next((tmp_path / "tensorboard").iterdir()).open("ab") as file:
         file.write(b"half a record")
-    folder = rewound_folder(tmp_path, 2)
+    folder = rewound_folder(tmp_path, iteration=2)
     folder.report(3, {"loss": 30.0})
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -180,7 +180,7 @@ def test_a_run_with_a_checkpoint_and_no_line_keeps_its_settings(tmp_path: Path) 
     """Lines may have waited in the memory of a process that was killed."""
     folder = rewound_folder(tmp_path)
     other_config = small_config("batch.prompts=8")
-    folder.start(small_config(), 1, -1)
+    folder.start(small_config(), threads=1, iteration=-1)
     folder.check(other_config)  # allowed before there is a checkpoint
     (tmp_path / "checkpoints" / "step-2").mkdir()
 
@@ -191,14 +191,14 @@ def test_a_run_with_a_checkpoint_and_no_line_keeps_its_settings(tmp_path: Path) 
 def test_a_continued_run_keeps_its_threads(tmp_path: Path) -> None:
     auto = small_config("threads=auto")
 
-    assert rewound_folder(tmp_path).start(auto, 3, -1) == 3
-    assert rewound_folder(tmp_path, 2).start(auto, 7, 2) == 3
-    assert rewound_folder(tmp_path, 2).start(small_config("threads=5"), 5, 2) == 5
+    assert rewound_folder(tmp_path).start(auto, threads=3, iteration=-1) == 3
+    assert rewound_folder(tmp_path, iteration=2).start(auto, threads=7, iteration=2) == 3
+    assert rewound_folder(tmp_path, iteration=2).start(small_config("threads=5"), threads=5, iteration=2) == 5
     assert Environment(tmp_path).threads == 5
 
 
 def test_starts_are_recorded_and_other_packages_are_an_event(tmp_path: Path, caplog) -> None:
-    rewound_folder(tmp_path).start(small_config(), 1, -1)
+    rewound_folder(tmp_path).start(small_config(), threads=1, iteration=-1)
 
     [start] = json.loads((tmp_path / "environment.json").read_text())["starts"]
     assert start["jackpot"] == version()
@@ -207,8 +207,8 @@ def test_starts_are_recorded_and_other_packages_are_an_event(tmp_path: Path, cap
 
     text = (tmp_path / "environment.json").read_text()
     (tmp_path / "environment.json").write_text(text.replace(torch.__version__, "1.0"))
-    folder = rewound_folder(tmp_path, 2)
-    folder.start(small_config(), 1, 2)
+    folder = rewound_folder(tmp_path, iteration=2)
+    folder.start(small_config(), threads=1, iteration=2)
 
     starts = json.loads((tmp_path / "environment.json").read_text())["starts"]
     assert [(record["after_iteration"], record["torch"]) for record in starts] == [(-1, "1.0"), (2, torch.__version__)]
@@ -219,7 +219,7 @@ def test_starts_are_recorded_and_other_packages_are_an_event(tmp_path: Path, cap
     assert f"torch 1.0 -> {torch.__version__}" in caplog.text
     assert "python" not in event
 
-    rewound_folder(tmp_path, 2).start(small_config(), 1, 2)
+    rewound_folder(tmp_path, iteration=2).start(small_config(), threads=1, iteration=2)
     assert len(folder.read("events.jsonl")) == 1
 
 
@@ -273,7 +273,7 @@ DAMAGED_FILES = {  # file: what it holds, and what the error says
 def test_a_damaged_file_is_named_with_its_line(damage: str, tmp_path: Path) -> None:
     name, content, message = DAMAGED_FILES[damage]
     folder = rewound_folder(tmp_path)
-    folder.start(small_config(), 1, -1)
+    folder.start(small_config(), threads=1, iteration=-1)
     (tmp_path / name).write_bytes(content)
     expected_files = contents(tmp_path)
 
@@ -287,7 +287,7 @@ def test_a_clock_that_was_set_back_changes_no_curve(tmp_path: Path, monkeypatch:
     """TensorBoard reads its files in the order of the times in their names."""
     for start_iteration, hours in ((0, 0), (2, -1), (3, -2), (4, 5)):  # hours by which the clock is off
         monkeypatch.setattr(time, "time", lambda hours=hours: 1_700_000_000.0 + 3600.0 * hours)
-        folder = rewound_folder(tmp_path, start_iteration - 1)
+        folder = rewound_folder(tmp_path, iteration=start_iteration - 1)
         for iteration in (start_iteration, start_iteration + 1):
             folder.report(iteration, {"loss": 10.0 * start_iteration + iteration})
 
@@ -414,7 +414,7 @@ def test_a_missing_checkpoint_is_missed_once_one_was_due(
     """After `checkpoint.every`, at the last iteration, which is the fourth, and at the first evaluation."""
     config = small_config(f"checkpoint.every={every}")
     folder = rewound_folder(tmp_path)
-    folder.start(config, 1, -1)
+    folder.start(config, threads=1, iteration=-1)
     for iteration in range(finished + 1):
         folder.report(iteration, {"eval/policy_accuracy": 0.5} if iteration in (0, *evaluated) else {})
 

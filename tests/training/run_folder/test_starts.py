@@ -220,7 +220,7 @@ def test_iterations_are_fixed_where_rates_fall_towards_the_last(schedule: str, r
     schedule_override = f"{role}.optimizer.schedule={schedule}"
     folder = RunFolder(tmp_path)
     folder.lock()
-    folder.start(small_config(schedule_override), 1, -1)
+    folder.start(small_config(schedule_override), threads=1, iteration=-1)
     (tmp_path / "checkpoints" / "step-2").mkdir()
 
     with pytest.raises(CheckpointError, match=rf"the rates used so far fell .* \({role}\.optimizer\.schedule\)"):

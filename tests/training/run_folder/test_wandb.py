@@ -109,7 +109,7 @@ def test_a_continued_run_continues_its_wandb_run(tmp_path: Path) -> None:
 def test_tracking_begun_later_has_the_earlier_lines(tmp_path: Path) -> None:
     plain, tracked = small_config(), small_config(OFFLINE)
     folder = RunFolder(tmp_path)
-    folder.start(plain, 1, -1)
+    folder.start(plain, threads=1, iteration=-1)
     for iteration in range(3):
         folder.report(iteration, {"loss": 1.0 / (iteration + 1), "never": float("nan")})
     folder.close()
@@ -117,7 +117,7 @@ def test_tracking_begun_later_has_the_earlier_lines(tmp_path: Path) -> None:
 
     folder = RunFolder(tmp_path)
     folder.check(tracked)
-    folder.start(tracked, 1, 2)
+    folder.start(tracked, threads=1, iteration=2)
     folder.report(3, {"loss": 0.1})
     folder.close()
 
@@ -131,7 +131,7 @@ def test_tracking_begun_later_has_the_earlier_lines(tmp_path: Path) -> None:
     assert not any("never" in line for line in logged_lines(start))
 
     folder = RunFolder(tmp_path)
-    folder.start(tracked, 1, 3)
+    folder.start(tracked, threads=1, iteration=3)
     [core] = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
     core.kill()
     core.wait()
@@ -145,7 +145,7 @@ def test_tracking_begun_later_has_the_earlier_lines(tmp_path: Path) -> None:
     assert "onnection" in event["why"]
 
     folder = RunFolder(tmp_path)  # a second run in the same process
-    folder.start(tracked, 1, 5)
+    folder.start(tracked, threads=1, iteration=5)
     folder.report(6, {"loss": 0.1})
     folder.close()
 
@@ -163,7 +163,7 @@ def test_without_a_login_a_new_run_is_refused(tmp_path: Path, monkeypatch: pytes
     online = small_config("tracking.wandb={project: tests}")
 
     with pytest.raises(ConfigError, match=r"No API key configured.*tracking\.wandb\.mode=offline"):
-        RunFolder(tmp_path).start(online, 1, -1)
+        RunFolder(tmp_path).start(online, threads=1, iteration=-1)
 
     folder = tmp_path / "continued"
     run(small_config(), folder, kill_after=3)
@@ -186,7 +186,7 @@ def test_the_environment_switches_wandb_off(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
     folder = RunFolder(tmp_path)
-    folder.start(small_config("tracking.wandb={project: tests}"), 1, -1)
+    folder.start(small_config("tracking.wandb={project: tests}"), threads=1, iteration=-1)
     assert folder.report(0, {"loss": 1.0})["files/failed"] == 0
     folder.close()
     wandb.teardown()
