@@ -87,11 +87,11 @@ def healed_work(work: Work, tap: Tap, folder: Path) -> tuple[str, list | None]:
     tap.note = folder / "happened"
 
     ending, results = outcome(work, tap, folder)
-    [code], [printed] = ending.codes, ending.printed
+    [code], [output] = ending.codes, ending.printed
     sender_dies = tap.kind[:6] not in ("answer", "sign") and tap.fault in ("last", "cut")
 
     assert code in (0, 2, -signal.SIGKILL), ending
-    assert "Traceback" not in printed, ending
+    assert "Traceback" not in output, ending
     assert (code == -signal.SIGKILL) == sender_dies, ending
     assert tap.note.exists(), "there was no such message"
     assert_processes_gone(folder)
@@ -99,7 +99,7 @@ def healed_work(work: Work, tap: Tap, folder: Path) -> tuple[str, list | None]:
     if code:
         ending, results = outcome(work, NO_FAULT, folder)
         assert ending.codes == [0], ending
-    return printed.strip() if code else "at once", results
+    return output.strip() if code else "at once", results
 
 
 def assert_processes_gone(folder: Path) -> None:

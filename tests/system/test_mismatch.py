@@ -45,7 +45,7 @@ def test_two_sides_in_every_table(tmp_path: Path) -> None:
     assert numbers["responses"] == 12
     assert numbers["kl_is_exact"]
 
-    printed = " ".join(process.stdout.split())
+    output = " ".join(process.stdout.split())
     for text in (
         "transformers fp32 int8_w8a8 generates",
         f"{numbers['gap']['value']:.3g} ({numbers['gap']['error']:.1g})",
@@ -55,7 +55,7 @@ def test_two_sides_in_every_table(tmp_path: Path) -> None:
         "By entropy",
         "Wrote mismatch.html, mismatch.json",
     ):
-        assert text in printed, text
+        assert text in output, text
 
     assert saved_numbers(folder)["settings"]["samplers"][0]["engine"]["quantization"] == "int8_w8a8"
     assert all(pair["layers"] for pair in saved_numbers(folder)["pairs"])

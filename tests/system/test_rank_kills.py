@@ -69,8 +69,8 @@ def test_kills_of_random_ranks_change_nothing(tmp_path: Path) -> None:
         assert ending.codes[killed_ranks[-1]] == -signal.SIGKILL, (
             f"a group ended by itself after {kill_count} kills: {ending}"
         )
-        newest_checkpoint, corrupt = Checkpoints(killed_run / "checkpoints", 2).find()
-        assert not corrupt
+        newest_checkpoint, corrupt_checkpoints = Checkpoints(killed_run / "checkpoints", 2).find()
+        assert not corrupt_checkpoints
         half_written += bool(set(unfinished(killed_run / "checkpoints")) - leftovers)
         last_iteration = max((line["iteration"] for line in RunFolder(killed_run).read("metrics.jsonl")), default=0)
         lost_iterations.append(last_iteration - (newest_checkpoint.state["iteration"] if newest_checkpoint else 0))

@@ -69,7 +69,7 @@ def test_the_command_begins_with_the_answer(trained, numbers):
     process = jackpot("replay", str(trained), "--all", cwd=trained.parent)
     assert process.returncode == 0, process.stderr
 
-    printed = " ".join(process.stdout.split())
+    output = " ".join(process.stdout.split())
     for text in (
         "jackpot, 2 files",
         "as training scored it when it saved the batch",
@@ -79,19 +79,19 @@ def test_the_command_begins_with_the_answer(trained, numbers):
         "Rejected, by position and by the policy's entropy",
         "obrs kappa=none *",
     ):
-        assert text in printed
+        assert text in output
 
     lines = numbers["answer"]["lines"]
     verdict = " ".join(f"{label}: {text}" for label, text in lines.items())
-    order = [printed.index(text) for text in (verdict, "What a rollout is worth", "On the sampled")]
+    order = [output.index(text) for text in (verdict, "What a rollout is worth", "On the sampled")]
     assert 1 <= len(lines) <= 5
     assert order == sorted(order)
 
     without_all = jackpot("replay", str(trained), "--corrections", "none", cwd=trained.parent)
-    short = " ".join(without_all.stdout.split())
-    assert "What a rollout is worth" in short
-    assert "On the sampled tokens" not in short
-    assert "--all prints" in short
+    short_output = " ".join(without_all.stdout.split())
+    assert "What a rollout is worth" in short_output
+    assert "On the sampled tokens" not in short_output
+    assert "--all prints" in short_output
 
 
 def test_only_the_named_corrections_are_replayed(trained):
@@ -114,8 +114,8 @@ def test_the_damaged_file_of_an_unfinished_run_is_named(trained, tmp_path):
     process = jackpot("replay", str(folder), "--corrections", "none", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
 
-    printed = " ".join(process.stdout.split())
-    assert "Not read: run/rollouts/iteration-000002.parquet cannot be read and is left out" in printed
+    output = " ".join(process.stdout.split())
+    assert "Not read: run/rollouts/iteration-000002.parquet cannot be read and is left out" in output
 
     numbers = replayed_numbers(str(folder), "--corrections", "none", cwd=tmp_path)
     assert numbers["unreadable"] == 1
@@ -209,11 +209,11 @@ def test_imported_jsonl_is_replayed(tmp_path):
     process = jackpot("replay", "dump.jsonl", "--format", "jsonl", "--corrections", "tis,obrs", "--all", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
 
-    printed = " ".join(process.stdout.split())
-    assert "dump.jsonl: jsonl, 1 files" in printed
-    assert "as the file has it" in printed
-    assert "Use: tis; a rollout is then worth" in printed
-    assert "jackpot train RECIPE objective.correction=tis" in printed
+    output = " ".join(process.stdout.split())
+    assert "dump.jsonl: jsonl, 1 files" in output
+    assert "as the file has it" in output
+    assert "Use: tis; a rollout is then worth" in output
+    assert "jackpot train RECIPE objective.correction=tis" in output
 
     refusal = jackpot("replay", "dump.jsonl", "--format", "verl", cwd=tmp_path)
     assert refusal.returncode == 2

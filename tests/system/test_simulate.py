@@ -39,7 +39,7 @@ def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     candidates = ("--rollout-model", "starter:rollout_model", "--rollout-model", "starter:policy")
 
-    printed = simulate("quickstart", *SMALL, *candidates, "--prompts", "8")
+    output = simulate("quickstart", *SMALL, *candidates, "--prompts", "8")
 
     folder = tmp_path / "runs" / "simulate-quickstart"
     assert_page_and_numbers_alone(folder)
@@ -53,15 +53,16 @@ def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, mon
             f"{row['acceptance']:.4f}",
             f"{row['accuracy']:.1%}",
         ):
-            assert text in printed
+            assert text in output
 
-    assert "Use: no correction can be recommended Fix first: there are" in printed  # 8 responses each
+    assert "Use: no correction can be recommended Fix first: there are" in output  # 8 responses each
     assert "starter:rollout_model" in page_data(folder / "simulate.html")
 
 
 @pytest.mark.slow
 def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+
     simulate("quickstart", "--arm", "tis", "--prompts", "4")
 
     [candidate] = saved_numbers(tmp_path / "runs" / "simulate-quickstart-tis")["candidates"]
@@ -69,7 +70,6 @@ def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, mon
     assert candidate["responses"] == 4
 
     simulate("quickstart", "--prompts", "4", "--out", "here")
-
     assert_page_and_numbers_alone(tmp_path / "here")
     assert saved_numbers(tmp_path / "here")["candidates"] == [candidate]
 

@@ -19,12 +19,14 @@ pytestmark = pytest.mark.slow
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        return free_socket.getsockname()[1]
 
 
 def wait_for_a_checkpoint(run: Path, group: subprocess.Popen, output: Path) -> None:
+    """Wait until a run has a checkpoint; fail with what its group printed where that ended before."""
     while not (run / "checkpoints" / "last").exists():
         assert group.poll() is None, output.read_text()
         time.sleep(0.05)
@@ -58,6 +60,7 @@ def test_nothing_stays_of_a_group_whose_launcher_was_killed(tmp_path: Path) -> N
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}", "--nproc-per-node", "2"]
     train = ["-m", "--", "jackpot", "train", "quickstart", *SMALL, "iterations=1000", "placement.engines=2"]
+
     with (tmp_path / "output").open("w") as output:
         command = [*torchrun, *train, "--run", str(run)]
         group = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)

@@ -113,8 +113,8 @@ def test_a_packaged_starter_stops_where_its_tokenizer_says(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_tokenizer_is_the_one_that_is_made(name):
-    packaged = AutoTokenizer.from_pretrained(starter_path(name))
-    assert packaged.backend_tokenizer.to_str() == PACKAGED[name].lesson.tokenizer().backend_tokenizer.to_str()
+    packaged_tokenizer = AutoTokenizer.from_pretrained(starter_path(name))
+    assert packaged_tokenizer.backend_tokenizer.to_str() == PACKAGED[name].lesson.tokenizer().backend_tokenizer.to_str()
 
 
 def test_the_packaged_policy_solves_most_sums_when_greedy():
@@ -172,10 +172,10 @@ def test_the_tokenizer_adds_nothing_and_marks_the_unknown():
 
 
 def test_a_correct_writer_adds_one_number_after_the_other():
-    correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
-    assert sample_solution((12, 34), correct, random.Random(0)) == "46#46"
-    assert sample_solution((12, 34, 5), correct, random.Random(0)) == "46+5=51#51"
-    assert sample_solution((12, 34, 5, 9), correct, random.Random(0)) == "46+5+9=51+9=60#60"
+    correct_mixture = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
+    assert sample_solution((12, 34), correct_mixture, random.Random(0)) == "46#46"
+    assert sample_solution((12, 34, 5), correct_mixture, random.Random(0)) == "46+5=51#51"
+    assert sample_solution((12, 34, 5, 9), correct_mixture, random.Random(0)) == "46+5+9=51+9=60#60"
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,15 @@ def test_a_correct_writer_adds_one_number_after_the_other():
 )
 def test_word_problems_are_solved_step_by_step(kind, numbers, solution):
     problem = WordProblem("", kind, numbers)
-    correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
-    assert sample_word_solution(problem, correct, random.Random(0)) == solution
+    correct_mixture = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
+    assert sample_word_solution(problem, correct_mixture, random.Random(0)) == solution
     assert solution.endswith(f"={problem.answer}")
 
 
 def test_a_faulty_writer_of_word_problems_keeps_its_mistakes():
-    faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)  # ten too many
-    assert sample_word_solution(WordProblem("", "finds", (1, 2, 3)), faulty, random.Random(0)) == "1+2=13; 13+3=26"
+    faulty_mixture = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)  # ten too many
+    problem = WordProblem("", "finds", (1, 2, 3))
+    assert sample_word_solution(problem, faulty_mixture, random.Random(0)) == "1+2=13; 13+3=26"
 
 
 def test_the_pages_problems_are_kept_back_from_supervision(tmp_path):
@@ -210,14 +211,14 @@ def test_the_pages_problems_are_kept_back_from_supervision(tmp_path):
 
 
 def test_a_faulty_writer_goes_on_from_its_mistakes():
-    faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
-    assert sample_solution((12, 34, 5), faulty, random.Random(0)) == "56+5=71#71"
+    faulty_mixture = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
+    assert sample_solution((12, 34, 5), faulty_mixture, random.Random(0)) == "56+5=71#71"
 
 
 def test_a_guessing_writer_gives_no_reasons():
-    guess = Mixture(correct=0.0, faulty=0.0, guess=1.0, offsets=(1,))
+    guessing_mixture = Mixture(correct=0.0, faulty=0.0, guess=1.0, offsets=(1,))
     draw = random.Random(0)
-    answers = Counter(sample_solution((12, 34, 5), guess, draw) for _ in range(2000))
+    answers = Counter(sample_solution((12, 34, 5), guessing_mixture, draw) for _ in range(2000))
     assert set(answers) == {f"#{answer}" for answer in range(41, 62)}  # the sum is 51
 
 
@@ -245,12 +246,12 @@ def test_making_a_starter_leaves_randomness_and_threads_alone():
     torch.set_num_threads(3)
     try:
         torch.manual_seed(3)
-        expected = torch.rand(4)
+        expected_numbers = torch.rand(4)
         torch.manual_seed(3)
 
         make_toy_model("rollout_model", SHORT["rollout_model"])
 
-        assert torch.equal(torch.rand(4), expected)
+        assert torch.equal(torch.rand(4), expected_numbers)
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(previous_threads)

@@ -118,7 +118,7 @@ def test_several_steps_are_shuffled_and_one_step_is_not():
 
 def test_different_rollout_batches_are_shuffled_differently():
     """The uid of the first rollout names the batch; else every iteration would cut its groups at the same places."""
-    items, others = make_rollouts([(2, 3)] * 12), make_rollouts([(2, 3)] * 13)[1:]
+    items, other_items = make_rollouts([(2, 3)] * 12), make_rollouts([(2, 3)] * 13)[1:]
     options = dict(mini_batch_size=4, epochs=1, micro_batch_tokens=1000, seed=0)
 
     def places_by_step(batch_items):
@@ -127,7 +127,7 @@ def test_different_rollout_batches_are_shuffled_differently():
             for step in mini_batches(batch_items, **options)
         ]
 
-    assert places_by_step(items) != places_by_step(others)
+    assert places_by_step(items) != places_by_step(other_items)
 
 
 def test_no_rollouts_make_no_steps():
@@ -281,10 +281,10 @@ def test_coins_depend_on_seed_uid_position_and_epoch_alone(sizes, budget, order)
 
     for batch in micro_batches(shuffled, budget, seed=5, epoch=2):
         for row, uid in enumerate(batch.uids):
-            expected = [
+            expected_coins = [
                 splitmix64(hashed(5, "accept", uid, 2), position) for position in range(batch.uniforms.shape[1])
             ]
-            assert batch.uniforms[row].tolist() == expected
+            assert batch.uniforms[row].tolist() == expected_coins
 
 
 def test_another_seed_or_epoch_throws_other_coins():

@@ -123,24 +123,26 @@ def test_a_value_model_is_saved_with_its_head(model, tmp_path):
 
 
 def test_advantages_are_gae_whitened_over_the_batch(model):
-    raw = credited_by_hand(model, WRITTEN)
-    raw_advantages = np.concatenate([raw[item.rollout.uid][1][item.rollout.sampled_mask.numpy()] for item in WRITTEN])
+    raw_credits = credited_by_hand(model, WRITTEN)
+    raw_advantages = np.concatenate(
+        [raw_credits[item.rollout.uid][1][item.rollout.sampled_mask.numpy()] for item in WRITTEN]
+    )
     mean, std = raw_advantages.mean(), raw_advantages.std(ddof=1)
 
     credited_items = make_learner(POLICY, ROLLOUT_MODEL, critic=critic_of(model)).compute_advantages(WRITTEN)
 
-    for item, credited in zip(WRITTEN, credited_items, strict=True):
-        assert credited.rollout is item.rollout
-        assert credited.score == item.score
-        expected_advantages = np.where(item.rollout.sampled_mask, (raw[item.rollout.uid][1] - mean) / std, 0.0)
-        assert credited.advantages.numpy() == pytest.approx(expected_advantages, rel=1e-3, abs=1e-4)
-        assert credited.advantages.dtype == torch.float32
+    for item, credited_item in zip(WRITTEN, credited_items, strict=True):
+        assert credited_item.rollout is item.rollout
+        assert credited_item.score == item.score
+        expected_advantages = np.where(item.rollout.sampled_mask, (raw_credits[item.rollout.uid][1] - mean) / std, 0.0)
+        assert credited_item.advantages.numpy() == pytest.approx(expected_advantages, rel=1e-3, abs=1e-4)
+        assert credited_item.advantages.dtype == torch.float32
 
 
 def test_the_value_loss_is_ppos_clipped_loss(model):
     critic = critic_of(model)
     samples = make_learner(POLICY, ROLLOUT_MODEL, critic=critic).compute_advantages(WRITTEN)
-    raw = credited_by_hand(model, WRITTEN)
+    raw_credits = credited_by_hand(model, WRITTEN)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.score.parameters():
@@ -153,7 +155,7 @@ def test_the_value_loss_is_ppos_clipped_loss(model):
         numerator, metrics = critic.loss(batch)
         expected_loss = 0.0
         for uid in batch.uids:
-            old_values, _, returns = raw[uid]
+            old_values, _, returns = raw_credits[uid]
             new_values = raw_values(model, items[uid].rollout)
             for position in np.flatnonzero(items[uid].rollout.sampled_mask.numpy()):
                 clipped_value = min(max(new_values[position], old_values[position] - CLIP), old_values[position] + CLIP)
@@ -197,13 +199,13 @@ def test_the_critic_steps_on_the_mean_over_sampled_tokens(model):
     critic = critic_of(model, clip=100.0)
     learner = make_learner(POLICY, ROLLOUT_MODEL, critic=critic)
     exact_model = copy.deepcopy(model).double()
-    raw = credited_by_hand(model, WRITTEN)
+    raw_credits = credited_by_hand(model, WRITTEN)
     loss, count = 0.0, 0
     for item in WRITTEN:
         ids = torch.tensor([[*item.rollout.prompt.token_ids, *item.rollout.token_ids.tolist()]])
         values = exact_model(input_ids=ids, use_cache=False).logits[0, len(item.rollout.prompt.token_ids) - 1 : -1, 0]
         mask = item.rollout.sampled_mask
-        loss = loss + ((values - torch.from_numpy(raw[item.rollout.uid][2]))[mask] ** 2).sum() / 2
+        loss = loss + ((values - torch.from_numpy(raw_credits[item.rollout.uid][2]))[mask] ** 2).sum() / 2
         count += int(mask.sum())
     slopes = torch.autograd.grad(loss / count, list(exact_model.parameters()))
 
@@ -215,8 +217,8 @@ def test_the_critic_steps_on_the_mean_over_sampled_tokens(model):
     assert critic.optimizer.steps == 1
 
     for parameter, start, slope in zip(model.parameters(), exact_model.parameters(), slopes, strict=True):
-        expected = start - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
-        torch.testing.assert_close(parameter.double(), expected, rtol=1e-3, atol=1e-4)
+        expected_parameter = start - LINEAR.learning_rate * slope / (slope.abs() + LINEAR.eps)
+        torch.testing.assert_close(parameter.double(), expected_parameter, rtol=1e-3, atol=1e-4)
 
 
 def test_the_critic_learns_what_a_prompt_is_worth(fresh):

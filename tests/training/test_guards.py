@@ -76,8 +76,8 @@ class RawEngine(TransformersEngine):
 
     def collect(self, n, timeout=None, uids=None):
         rollouts = super().collect(n, timeout, uids)
-        raw = self.score(rollouts, 1.0)
-        return [replace(rollout, rollout_log_probs=logs) for rollout, logs in zip(rollouts, raw, strict=True)]
+        raw_log_probs = self.score(rollouts, 1.0)
+        return [replace(rollout, rollout_log_probs=logs) for rollout, logs in zip(rollouts, raw_log_probs, strict=True)]
 
 
 class HotterEngine(TransformersEngine):
@@ -85,8 +85,8 @@ class HotterEngine(TransformersEngine):
 
     def generate(self, requests):
         asked_sampling = requests[0].sampling
-        hot = asked_sampling.model_copy(update={"temperature": 2.0 * asked_sampling.temperature})
-        rollouts = super().generate([replace(request, sampling=hot) for request in requests])
+        hot_sampling = asked_sampling.model_copy(update={"temperature": 2.0 * asked_sampling.temperature})
+        rollouts = super().generate([replace(request, sampling=hot_sampling) for request in requests])
         rows = [self._columns_as_asked(rollout, asked_sampling) for rollout in rollouts]
         return [replace(rollout, **row) for rollout, row in zip(rollouts, rows, strict=True)]
 
@@ -224,10 +224,10 @@ def test_only_untruncated_fp32_on_a_cpu_is_held_to_its_rounding(engine, training
 # What an engine reports, by itself
 
 
-def lists_of(rows, drawn):
+def lists_of(rows, drawn_tokens):
     """Return reported lists [N, K] of probabilities of the ids 0, 1, ..., with the tokens drawn."""
     probs = torch.tensor(rows, dtype=torch.float64)
-    return ReportedLists(torch.tensor(drawn), torch.arange(probs.shape[1]).expand(probs.shape), probs.log())
+    return ReportedLists(torch.tensor(drawn_tokens), torch.arange(probs.shape[1]).expand(probs.shape), probs.log())
 
 
 @pytest.mark.parametrize(
@@ -279,14 +279,14 @@ def test_the_gap_of_lists_is_a_total_variation():
     rollouts = [replace(rollout, sampled_mask=torch.arange(len(rollout.token_ids)) % 3 != 1) for rollout in rollouts]
     scores = {rollout.uid: torch.rand(len(rollout.token_ids), 5).log() for rollout in rollouts}
 
-    expected = [
+    expected_distances = [
         sum(abs(scores[rollout.uid][t, 1 + k].exp() - rollout.top_log_probs[t, k].exp()).item() for k in range(4)) / 2
         for rollout in rollouts
         for t in range(len(rollout.token_ids))
         if t % 3 != 1
     ]
 
-    assert list_gap(rollouts, scores) == pytest.approx(np.mean(expected), rel=1e-6)
+    assert list_gap(rollouts, scores) == pytest.approx(np.mean(expected_distances), rel=1e-6)
     assert math.isnan(list_gap([], {}))
 
 
@@ -310,9 +310,9 @@ def simulated(temperature, seed, batches, tokens=200):
     random = torch.Generator().manual_seed(seed)
     for _ in range(batches):
         logits = 2.5 * torch.randn(tokens, 12, generator=random, dtype=torch.float64)
-        drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)[:, 0]
+        drawn_tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=random)[:, 0]
         top = logits.log_softmax(-1).topk(8)
-        yield ReportedLists(drawn, top.indices, top.values)
+        yield ReportedLists(drawn_tokens, top.indices, top.values)
 
 
 def test_false_alarms_are_as_rare_as_promised(monkeypatch):
@@ -355,13 +355,13 @@ def test_a_bias_on_one_token_is_named_in_time(bias, direction):
             logits[:, 7] += 2.0
             reported_log_probs = logits.log_softmax(-1)
             sampled_log_probs = (logits + bias * (torch.arange(24) == 7)).log_softmax(-1)
-            drawn = torch.multinomial(sampled_log_probs.exp(), 1, generator=random)[:, 0]
+            drawn_tokens = torch.multinomial(sampled_log_probs.exp(), 1, generator=random)[:, 0]
             top = reported_log_probs.topk(12)
-            tokens += len(drawn)
+            tokens += len(drawn_tokens)
             expected_tokens = -math.log(FALSE_ALARM) / float(
                 (sampled_log_probs.exp() * (sampled_log_probs - reported_log_probs)).sum(-1).mean()
             )
-            evidence.add(ReportedLists(drawn, top.indices, top.values))
+            evidence.add(ReportedLists(drawn_tokens, top.indices, top.values))
 
 
 def grouped(rollouts, copied):
@@ -510,9 +510,9 @@ def test_the_guard_counts_bad_steps_in_a_row():
     assert event["event"] == "stopped"
     assert "last 3 optimizer steps" in event["why"]
 
-    continued = NonFiniteGuard(3, lambda iteration, event: None, count=2)
+    continued_guard = NonFiniteGuard(3, lambda iteration, event: None, count=2)
     with pytest.raises(TrainingError):
-        continued.check(steps(True), 6)
+        continued_guard.check(steps(True), 6)
 
 
 def events_of(folder):

@@ -61,18 +61,18 @@ def test_joint_steps_are_those_of_cut_output_layers(longer: str, tied: bool, tmp
     ]
     samples = samples_of(cut_pair)
 
-    result, expected = (
+    result, expected_result = (
         train(learner_of(config, is_sharded=False), config, samples, budget=80, rank=0, ranks=1, rollout_batches=1)
         for config in configs
     )
 
-    for step_metrics, expected_metrics in zip(result["metrics"], expected["metrics"], strict=True):
+    for step_metrics, expected_metrics in zip(result["metrics"], expected_result["metrics"], strict=True):
         torch.testing.assert_close(step_metrics, expected_metrics, rtol=1e-5, atol=1e-7, equal_nan=True)
-    for uid, scores in expected["scores"].items():
+    for uid, scores in expected_result["scores"].items():
         torch.testing.assert_close(result["scores"][uid], scores, rtol=1e-5, atol=1e-6)
 
     start = dict(load_model(long_pair / longer, torch.float32).named_parameters())
-    for name, expected_weight in expected["weights"].items():
+    for name, expected_weight in expected_result["weights"].items():
         role, _, parameter_name = name.partition("/")
         weight, rows = result["weights"][name], len(expected_weight)
         torch.testing.assert_close(weight[:rows], expected_weight, rtol=1e-5, atol=1e-7)
@@ -90,10 +90,10 @@ def test_an_engine_samples_from_the_rows_that_both_have(settings: dict[str, str]
         assert long_engine.capabilities.num_top_log_probs == VOCAB
 
         rollouts = long_engine.generate(REQUESTS)
-        for rollout, expected in zip(rollouts, cut_engine.generate(REQUESTS), strict=True):
-            assert rollout.token_ids.equal(expected.token_ids)
-            assert rollout.top_ids.equal(expected.top_ids)
-            torch.testing.assert_close(rollout.rollout_log_probs, expected.rollout_log_probs)
+        for rollout, expected_rollout in zip(rollouts, cut_engine.generate(REQUESTS), strict=True):
+            assert rollout.token_ids.equal(expected_rollout.token_ids)
+            assert rollout.top_ids.equal(expected_rollout.top_ids)
+            torch.testing.assert_close(rollout.rollout_log_probs, expected_rollout.rollout_log_probs)
             torch.testing.assert_close(rollout.top_log_probs.exp().sum(-1), torch.ones(len(rollout.token_ids)))
         torch.testing.assert_close(long_engine.score(rollouts, 0.7), cut_engine.score(rollouts, 0.7))
 
@@ -134,8 +134,10 @@ def test_a_run_is_that_of_models_of_one_length(
 
     plain_run = finished_run(*settings)
     for line, expected_line in zip(read_lines(tmp_path / "run"), read_lines(plain_run), strict=True):
-        expected = {name: value for name, value in expected_line.items() if name.split("/")[0] not in UNLIKE}
-        torch.testing.assert_close({name: line[name] for name in expected}, expected, rtol=1e-4, atol=1e-5)
+        expected_metrics = {name: value for name, value in expected_line.items() if name.split("/")[0] not in UNLIKE}
+        torch.testing.assert_close(
+            {name: line[name] for name in expected_metrics}, expected_metrics, rtol=1e-4, atol=1e-5
+        )
 
     for role in ROLES:
         for name, expected_weight in weights(plain_run, role).items():

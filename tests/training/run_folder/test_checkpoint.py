@@ -53,13 +53,13 @@ def test_a_corrupt_checkpoint_is_named_and_that_before_is_used(damage: str, tmp_
     damage_file(tmp_path / "step-4" / file)
     expected_files = sorted(tmp_path.rglob("*"))
 
-    checkpoint, [corrupt] = Checkpoints(tmp_path, 2).find()
+    checkpoint, [corrupt_checkpoint] = Checkpoints(tmp_path, 2).find()
 
     assert checkpoint.folder.name == "step-2"
     assert checkpoint.state["iteration"] == 2
-    assert corrupt.folder.name == "step-4"
-    assert corrupt.file == file
-    assert reason in corrupt.why
+    assert corrupt_checkpoint.folder.name == "step-4"
+    assert corrupt_checkpoint.file == file
+    assert reason in corrupt_checkpoint.why
     assert sorted(tmp_path.rglob("*")) == expected_files
 
 
@@ -88,9 +88,9 @@ def test_an_intact_checkpoint_is_found_with_its_state(tmp_path: Path) -> None:
     save(tmp_path, 2)
     (tmp_path / "step-2" / "notes.txt").write_text("a file of somebody else")
 
-    checkpoint, corrupt = Checkpoints(tmp_path, 2).find()
+    checkpoint, corrupt_checkpoints = Checkpoints(tmp_path, 2).find()
 
-    assert corrupt == []
+    assert corrupt_checkpoints == []
     assert checkpoint.state["learner"]["moment"].sum() == 2000  # as many ones
 
     checksums = json.loads((tmp_path / "step-2" / "checksums.json").read_text())
@@ -103,10 +103,10 @@ def test_a_checkpoint_without_checksums_is_corrupt(tmp_path: Path) -> None:
         save(tmp_path, iteration)
     (tmp_path / "step-4" / "checksums.json").unlink()
 
-    checkpoint, [corrupt] = Checkpoints(tmp_path, 2).find()
+    checkpoint, [corrupt_checkpoint] = Checkpoints(tmp_path, 2).find()
 
     assert checkpoint.folder.name == "step-2"
-    assert corrupt.file == "checksums.json"
+    assert corrupt_checkpoint.file == "checksums.json"
 
 
 def test_each_checkpoint_set_aside_is_kept_under_another_name(tmp_path: Path) -> None:
@@ -194,9 +194,9 @@ def test_a_kill_while_saving_leaves_the_old_or_new_checkpoint(tmp_path: Path) ->
                 save(folder, 6, keep=1, is_best=True)
 
         checkpoints = Checkpoints(folder, 1)
-        checkpoint, corrupt = checkpoints.find()
+        checkpoint, corrupt_checkpoints = checkpoints.find()
         newest_iteration = checkpoint.state["iteration"]
-        assert not corrupt
+        assert not corrupt_checkpoints
         assert newest_iteration in (4, 6)
         surviving_iterations.add(newest_iteration)
 

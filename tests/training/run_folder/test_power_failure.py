@@ -101,8 +101,8 @@ def test_a_checkpoint_that_cannot_be_flushed_leaves_the_others(tmp_path: Path) -
         ):
             save(folder, 4)
 
-        checkpoint, corrupt = Checkpoints(folder, 2).find()
-        assert not corrupt
+        checkpoint, corrupt_checkpoints = Checkpoints(folder, 2).find()
+        assert not corrupt_checkpoints
         assert checkpoint.state["iteration"] == (2 if failing_call <= naming + 1 else 4)  # calls count from 1
         assert not list(folder.glob("*.partial"))
 
