@@ -70,9 +70,9 @@ def splitmix64(key, position):
     return ((z ^ (z >> 31)) >> 11) / 2**53
 
 
-def hashed(*parts):
-    """Return the key of a stream that parts name."""
-    data = b"".join(f"{type(part).__name__}:{len(str(part))}:{part}".encode() for part in parts)
+def stream_key(*values):
+    """Return the key of the stream that values name."""
+    data = b"".join(f"{type(value).__name__}:{len(str(value))}:{value}".encode() for value in values)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
@@ -282,7 +282,7 @@ def test_coins_depend_on_seed_uid_position_and_epoch_alone(sizes, budget, order)
     for batch in micro_batches(shuffled, budget, seed=5, epoch=2):
         for row, uid in enumerate(batch.uids):
             expected_coins = [
-                splitmix64(hashed(5, "accept", uid, 2), position) for position in range(batch.uniforms.shape[1])
+                splitmix64(stream_key(5, "accept", uid, 2), position) for position in range(batch.uniforms.shape[1])
             ]
             assert batch.uniforms[row].tolist() == expected_coins
 
