@@ -34,12 +34,12 @@ KILLS_OF = {name: KILLS_EACH + (index < MORE) for index, name in enumerate(SHUFF
 SOAKED = [name for name in SCENARIOS if KILLS_OF[name]]
 
 
-class Killed:
+class SoakedRun:
     """A run without a kill, the same run killed many times, and what happened to that."""
 
     def __init__(self, home: Path, scenario: str, record: Soak) -> None:
-        self.undisturbed = home / "whole"
-        self.killed = home / "killed"
+        self.undisturbed_folder = home / "whole"
+        self.killed_folder = home / "killed"
         self.record = record
         self.kills = KILLS_OF[scenario]
         self.config: Config = SCENARIOS[scenario].config(self.kills)
@@ -49,7 +49,7 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Killed]]:
+def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], SoakedRun]]:
     """Soak a scenario when a test first asks for it."""
     home = tmp_path_factory.mktemp("soak")
     print(f"JACKPOT_SOAK_SEED={SEED}")  # pytest shows it where something fails
@@ -63,7 +63,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], K
     )
 
     @functools.cache
-    def killed_run(scenario: str) -> Killed:
+    def soaked_run(scenario: str) -> SoakedRun:
         kills = KILLS_OF[scenario]
         print(scenario, kills, file=server.stdin, flush=True)
         answer = server.stdout.readline()
@@ -74,9 +74,9 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], K
             f"and {record.before_training} before the first line; "
             f"iterations lost: {sum(record.lost) / kills:.1f} on average, {max(record.lost)} at most"
         )
-        return Killed(home / scenario, scenario, record)
+        return SoakedRun(home / scenario, scenario, record)
 
-    yield killed_run
+    yield soaked_run
     server.stdin.close()
     assert server.wait() == 0
 
@@ -102,7 +102,7 @@ def test_a_kill_loses_steps_and_no_checkpoint(scenario: str, soak) -> None:
     assert run.record.within_a_checkpoint >= run.kills // 10
     assert run.record.steps == sorted(run.record.steps)
     assert max(run.record.lost) <= run.config.checkpoint.every
-    assert not list((run.killed / "checkpoints").glob("*.corrupt*"))
+    assert not list((run.killed_folder / "checkpoints").glob("*.corrupt*"))
 
 
 @pytest.mark.parametrize("scenario", SOAKED)
@@ -110,12 +110,12 @@ def test_models_optimizers_and_prompts_end_bit_equal(scenario: str, soak) -> Non
     run = soak(scenario)
 
     for role in run.roles:
-        undisturbed_weights, killed_weights = weights(run.undisturbed, role), weights(run.killed, role)
+        undisturbed_weights, killed_weights = weights(run.undisturbed_folder, role), weights(run.killed_folder, role)
         assert undisturbed_weights.keys() == killed_weights.keys()
         assert all(torch.equal(undisturbed_weights[name], killed_weights[name]) for name in undisturbed_weights)
 
     undisturbed_state, killed_state = (
-        Checkpoints(folder / "checkpoints", 2).find()[0].state for folder in (run.undisturbed, run.killed)
+        Checkpoints(folder / "checkpoints", 2).find()[0].state for folder in (run.undisturbed_folder, run.killed_folder)
     )
     assert undisturbed_state["iteration"] == run.config.iterations
     assert undisturbed_state["version"][0] > 0
@@ -125,28 +125,31 @@ def test_models_optimizers_and_prompts_end_bit_equal(scenario: str, soak) -> Non
 @pytest.mark.parametrize("scenario", SOAKED)
 def test_every_line_of_metrics_is_there_once(scenario: str, soak) -> None:
     run = soak(scenario)
-    assert [line["iteration"] for line in metrics(run.killed)] == list(range(run.config.iterations + 1))
+    assert [line["iteration"] for line in metrics(run.killed_folder)] == list(range(run.config.iterations + 1))
 
 
 @pytest.mark.parametrize("scenario", SOAKED)
 def test_metrics_events_and_checkpoints_are_the_same(scenario: str, soak) -> None:
     run = soak(scenario)
 
-    assert metrics(run.killed) == metrics(run.undisturbed)
-    assert events(run.undisturbed) == events(run.killed)
+    assert metrics(run.killed_folder) == metrics(run.undisturbed_folder)
+    assert events(run.undisturbed_folder) == events(run.killed_folder)
 
     undisturbed_names, killed_names = (
-        {path.name for path in (folder / "checkpoints").iterdir()} for folder in (run.undisturbed, run.killed)
+        {path.name for path in (folder / "checkpoints").iterdir()}
+        for folder in (run.undisturbed_folder, run.killed_folder)
     )
     assert undisturbed_names == killed_names
-    assert (run.undisturbed / "checkpoints" / "best").readlink() == (run.killed / "checkpoints" / "best").readlink()
+    assert (run.undisturbed_folder / "checkpoints" / "best").readlink() == (
+        run.killed_folder / "checkpoints" / "best"
+    ).readlink()
 
 
 @pytest.mark.parametrize("scenario", SOAKED)
 def test_every_prompt_is_trained_on_once_in_its_own_iteration(scenario: str, soak) -> None:
     run = soak(scenario)
-    undisturbed_batches = prompts(run.undisturbed, run.config.iterations)
-    killed_batches = prompts(run.killed, run.config.iterations)
+    undisturbed_batches = prompts(run.undisturbed_folder, run.config.iterations)
+    killed_batches = prompts(run.killed_folder, run.config.iterations)
 
     assert undisturbed_batches == killed_batches
 
@@ -163,8 +166,10 @@ def test_files_of_rollouts_and_evaluations_are_the_same(scenario: str, soak) -> 
 
     for name in ("rollouts", "eval"):
         undisturbed_names, killed_names = (
-            {path.name for path in (folder / name).iterdir()} for folder in (run.undisturbed, run.killed)
+            {path.name for path in (folder / name).iterdir()} for folder in (run.undisturbed_folder, run.killed_folder)
         )
         assert undisturbed_names == killed_names
 
-    assert (run.undisturbed / "checkpoints" / "last").readlink() == (run.killed / "checkpoints" / "last").readlink()
+    assert (run.undisturbed_folder / "checkpoints" / "last").readlink() == (
+        run.killed_folder / "checkpoints" / "last"
+    ).readlink()
