@@ -1,4 +1,7 @@
-"""The mark `process` is read from the source of a test, its fixtures and what they call."""
+"""Tests that start processes are found from their source, that of their fixtures, and what they call.
+
+Those get the mark `process`.
+"""
 
 from pathlib import Path
 
@@ -49,11 +52,13 @@ def test_none(tmp_path):
         ("test_a_callee", ("tmp_path",), True),
         ("test_a_helper", (), True),
         ("test_a_list", (), True),
-        ("test_none", ("child",), True),
+        ("test_none", ("child",), True),  # by its fixture
         ("test_none", ("tmp_path",), False),
     ],
 )
-def test_what_starts_processes_is_found(name: str, fixtures: tuple[str, ...], starts: bool, tmp_path: Path) -> None:
+def test_a_test_that_starts_processes_is_found(
+    name: str, fixtures: tuple[str, ...], starts: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "test_some.py"
     path.write_text(MODULE)
     assert starts_processes(path, tmp_path, name, fixtures) == starts

@@ -19,14 +19,17 @@ PACKAGE = Path(jackpot.__file__).parent
 
 def test_every_data_file_of_the_package_is_shipped():
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["jackpot"]
-    shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    data = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    assert data and data <= shipped
-    assert {"policy", "rollout_model"} <= {path.parent.name for path in shipped}
+    shipped_files = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    data_files = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+
+    assert data_files
+    assert data_files <= shipped_files
+    assert {"policy", "rollout_model"} <= {path.parent.name for path in shipped_files}
 
 
-def test_the_package_names_what_it_has():
-    assert set(jackpot.__all__) <= set(dir(jackpot)) and jackpot.__version__
+def test_the_package_has_every_public_name_and_a_version():
+    assert set(jackpot.__all__) <= set(dir(jackpot))
+    assert jackpot.__version__
     assert {*jackpot._MODULES, "obrs"} == set(jackpot.__all__)
     assert (PACKAGE / "py.typed").is_file()
 
@@ -40,35 +43,43 @@ def links(markdown: str) -> list[str]:
 
 @pytest.mark.parametrize("source", [None, "https://example.org/us/jackpot"])
 def test_the_page_on_an_index_has_no_relative_link(source: str | None, tmp_path: Path) -> None:
-    """The metadata by the build backend, of the folder's top files: without a repository's address, and with one."""
+    """The build backend makes the metadata from the top files: without a repository's address, and with one."""
     for name in ("setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     settings = re.sub(r"\nSource = .*", "", (ROOT / "pyproject.toml").read_text())
     head, urls = settings.split("\nPaper = ")
-    given = f'\nSource = "{source}"' if source else ""
-    (tmp_path / "pyproject.toml").write_text(f"{head}{given}\nPaper = {urls}")
+    source_line = f'\nSource = "{source}"' if source else ""
+    (tmp_path / "pyproject.toml").write_text(f"{head}{source_line}\nPaper = {urls}")
 
     (tmp_path / "src" / "jackpot").mkdir(parents=True)
     backend = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
-    done = subprocess.run([sys.executable, "-c", backend], cwd=tmp_path, capture_output=True, text=True, check=True)
-    metadata = tmp_path / done.stdout.splitlines()[-1] / "METADATA"
+
+    build = subprocess.run([sys.executable, "-c", backend], cwd=tmp_path, capture_output=True, text=True, check=True)
+    metadata = tmp_path / build.stdout.splitlines()[-1] / "METADATA"
+
     message = Parser().parsestr(metadata.read_text())
     assert message["Description-Content-Type"] == "text/markdown"
-    page, readme = str(message.get_payload()), (ROOT / "README.md").read_text()
 
-    hosts = [target for target in links(readme) if "://" in target]
-    files = [target for target in links(readme) if "://" not in target]
-    assert len(hosts) == 1 and len(files) > 30
+    page, readme = str(message.get_payload()), (ROOT / "README.md").read_text()
+    absolute_links = [target for target in links(readme) if "://" in target]
+    relative_links = [target for target in links(readme) if "://" not in target]
+    assert len(absolute_links) == 1
+    assert len(relative_links) > 30
     if source is None:
-        assert links(page) == hosts
+        assert links(page) == absolute_links
         return
 
-    shown = {target for target in links(page) if target not in hosts}
-    assert len(links(page)) == len(links(readme)) and all(target.startswith(source) for target in shown)
+    new_links = {target for target in links(page) if target not in absolute_links}
+    assert len(links(page)) == len(links(readme))
+    assert all(target.startswith(source) for target in new_links)
+
     tag = f"v{tomllib.loads(settings)['project']['version']}"
-    for target in files:
+    for target in relative_links:
         path, _, anchor = target.partition("#")
         assert (ROOT / path).exists(), target
         kind = "raw" if path.endswith(".png") else "blob"
-        assert f"{source}/{kind}/{tag}/{target}" in shown if path else f"{source}#{anchor}" in shown
-    assert f"git clone {source} jackpot" in page and "URL-OF-THIS" not in page
+        expected_link = f"{source}/{kind}/{tag}/{target}" if path else f"{source}#{anchor}"
+        assert expected_link in new_links
+
+    assert f"git clone {source} jackpot" in page
+    assert "URL-OF-THIS" not in page

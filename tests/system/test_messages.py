@@ -1,8 +1,8 @@
-"""Each kind of message between the processes of a run is once the last of its sender, late beyond every timeout, cut,
-repeated and other bytes.
+"""One faulty message between the processes of a run never changes what the run makes.
 
-Each time the work ends bit-equal to that of undisturbed processes, or in an error of ours, after which the same work
-done again ends so. No process stays.
+Each kind of message is once the last of its sender, late beyond every timeout, cut, repeated and other bytes. Each time
+the work ends bit-equal to that of undisturbed processes, or in an error of ours, after which the same work done again
+ends so. No process stays.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from jackpot.rollout.engines.vllm.client import VLLMClient
 from jackpot.rollout.engines.vllm.server_engine import VLLMServerEngine
 
 LIMIT = 120  # seconds of a piece of work, after which it counts as hanging
-GONE = 10.0  # seconds that other processes have to end, once one has
+GRACE = 10.0  # seconds that other processes have to end, once the first has
 Work = Callable[[Tap, Path], list]
 SIZES = {"max_new_tokens": 8, "num_top_log_probs": 3}
 NO_FAULT = Tap("", "none")
@@ -53,7 +53,7 @@ SLOW, SWEEP = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.sweep]
 WAITS = ("late", "stalled")  # faults that last as long as a time limit
 
 
-def table(kinds: Sequence[str], quick: Collection[tuple[str, str]], swept: Collection[str] = ()) -> list:
+def fault_cases(kinds: Sequence[str], quick: Collection[tuple[str, str]], swept: Collection[str] = ()) -> list:
     """Return each kind of message with each fault: all but the `quick` ones are slow, those that wait in the sweep.
 
     Args:
@@ -63,8 +63,8 @@ def table(kinds: Sequence[str], quick: Collection[tuple[str, str]], swept: Colle
     def marks(kind: str, fault: str) -> list:
         return SWEEP if fault in WAITS or kind in swept else SLOW
 
-    rows = itertools.product(kinds, FAULTS)
-    return [pytest.param(*row, marks=[] if row in quick else marks(*row), id=" ".join(row)) for row in rows]
+    cases = itertools.product(kinds, FAULTS)
+    return [pytest.param(*case, marks=[] if case in quick else marks(*case), id=" ".join(case)) for case in cases]
 
 
 def outcome(work: Work, tap: Tap, folder: Path) -> tuple[Ended, list | None]:
@@ -76,31 +76,35 @@ def outcome(work: Work, tap: Tap, folder: Path) -> tuple[Ended, list | None]:
         signal.alarm(LIMIT)
         result.write_text(json.dumps(work(tap, folder)))
 
-    ended = fork_ranks(1, limited, folder / "output")
-    return ended, json.loads(result.read_text()) if result.exists() else None
+    ending = fork_ranks(1, limited, folder / "output")
+    return ending, json.loads(result.read_text()) if result.exists() else None
 
 
-def assert_heals(work: Work, tap: Tap, folder: Path, whole: list) -> str:
-    """Work with a fault, then again where that ended it; return how the first time ended."""
+def healed_work(work: Work, tap: Tap, folder: Path) -> tuple[str, list | None]:
+    """Work with a fault, then again where that ended it; return how the first time ended, and what was made at last."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     tap.note = folder / "happened"
-    ended, made = outcome(work, tap, folder)
-    [code], [printed] = ended.codes, ended.printed
-    assert code in (0, 2, -signal.SIGKILL) and "Traceback" not in printed, ended
-    assert (code == -signal.SIGKILL) == (tap.kind[:6] not in ("answer", "sign") and tap.fault in ("last", "cut")), ended
+
+    ending, results = outcome(work, tap, folder)
+    [code], [output] = ending.codes, ending.printed
+    sender_dies = tap.kind[:6] not in ("answer", "sign") and tap.fault in ("last", "cut")
+
+    assert code in (0, 2, -signal.SIGKILL), ending
+    assert "Traceback" not in output, ending
+    assert (code == -signal.SIGKILL) == sender_dies, ending
     assert tap.note.exists(), "there was no such message"
-    assert_gone(folder)
+    assert_processes_gone(folder)
+
     if code:
-        ended, made = outcome(work, NO_FAULT, folder)
-        assert ended.codes == [0], ended
-    assert made == whole
-    return printed.strip() if code else "equal"
+        ending, results = outcome(work, NO_FAULT, folder)
+        assert ending.codes == [0], ending
+    return output.strip() if code else "at once", results
 
 
-def assert_gone(folder: Path) -> None:
+def assert_processes_gone(folder: Path) -> None:
     """No process whose id is noted in a folder is there after a while."""
-    deadline = time.monotonic() + GONE
+    deadline = time.monotonic() + GRACE
     for line in (folder / "processes").read_text().split() if (folder / "processes").exists() else ():
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(int(line))
@@ -109,21 +113,21 @@ def assert_gone(folder: Path) -> None:
                 time.sleep(0.05)
 
 
-def used(engine: Engine, whole: bool = False) -> list:
-    """Have an engine do what a run asks of it, sleep and scores too for the `whole` of it; return all that it made.
+def results_of_use(engine: Engine, sleep_and_score: bool = False) -> list:
+    """Have an engine do what a run asks of it, sleep and scores too if wanted; return all that it made.
 
     Groups of two share a prompt.
     """
-    made = []
+    results = []
     for seed in range(3):
         if seed:
-            if whole:
+            if sleep_and_score:
                 engine.sleep()
-            made.append(engine.update_weights(tiny_model(seed=seed).named_parameters(), NEW))
-        rollouts = engine.generate([tiny_request(f"{one}", 2 + one // 2, one, **SIZES) for one in range(6)])
-        made += [getattr(one, name).tolist() for one in rollouts for name in TOKEN_COLUMNS]
-        made += [one.tolist() for one in engine.score(rollouts[:2], 1.0)] if whole else []
-    return made
+            results.append(engine.update_weights(tiny_model(seed=seed).named_parameters(), NEW))
+        rollouts = engine.generate([tiny_request(f"{index}", 2 + index // 2, index, **SIZES) for index in range(6)])
+        results += [getattr(rollout, name).tolist() for rollout in rollouts for name in TOKEN_COLUMNS]
+        results += [scores.tolist() for scores in engine.score(rollouts[:2], 1.0)] if sleep_and_score else []
+    return results
 
 
 # Engines in processes of their own
@@ -131,31 +135,31 @@ def used(engine: Engine, whole: bool = False) -> list:
 ASKS = ("hello", "take", "generate", "score", "sleep")
 TO_ENGINES = ("setup", *ASKS)
 FROM_ENGINES = ("sign", *(f"answer to {ask}" for ask in ASKS))
-PROCESSES = table((*TO_ENGINES, *FROM_ENGINES), {("generate", "repeated"), ("answer to generate", "fuzzed")})
+PROCESSES = fault_cases((*TO_ENGINES, *FROM_ENGINES), {("generate", "repeated"), ("answer to generate", "fuzzed")})
 
 
 def use_process(tap: Tap, folder: Path) -> list:
     """Use an engine in a process of its own, of which there is one."""
     start = tapped(forking(make_sleeper), tap)
 
-    async def noted(theirs):
-        child = await start(theirs)
+    async def start_and_note(connection):
+        child = await start(connection)
         with (folder / "processes").open("a") as file:
             file.write(f"{child.pid}\n")
         return child
 
-    links = {"host": ProcessLink(noted, str(folder.parent / "model"), silence=1.5)}
+    links = {"host": ProcessLink(start_and_note, str(folder.parent / "model"), silence=1.5)}
     pool = pool_of(links, folder.parent / "model", OLD, chunk=3, patience=6.0)
     with closing(pool.engines["engine"]) as engine:
-        return used(engine, whole=True)
+        return results_of_use(engine, sleep_and_score=True)
 
 
 # Engine actors of Ray, which takes long to start: all share one
 
-ALTERED = [*itertools.product(("begin", *ASKS), ("repeated", "fuzzed", "noise")), ("sign", "noise")]
-ALTERED += itertools.product((f"answer to {ask}" for ask in ASKS), ("fuzzed", "noise"))
-LOST = [("answer to begin", "last"), ("answer to take", "last"), ("sign", "cut"), ("answer to generate", "cut")]
-ACTORS = {"altered": ALTERED, "lost": LOST, "late": [("generate", "late"), ("answer to take", "late")]}
+ALTERED_CASES = [*itertools.product(("begin", *ASKS), ("repeated", "fuzzed", "noise")), ("sign", "noise")]
+ALTERED_CASES += itertools.product((f"answer to {ask}" for ask in ASKS), ("fuzzed", "noise"))
+LOST_CASES = [("answer to begin", "last"), ("answer to take", "last"), ("sign", "cut"), ("answer to generate", "cut")]
+ACTORS = {"altered": ALTERED_CASES, "lost": LOST_CASES, "late": [("generate", "late"), ("answer to take", "late")]}
 SILENCE = 20.0  # seconds, in which a busy machine starts an actor again
 
 
@@ -163,32 +167,32 @@ def use_actor(ray: Any, tap: Tap, model: Path) -> list:
     """Use the engine actor of this process's Ray."""
 
     def kill() -> None:
-        for one in psutil.Process().children(recursive=True):
-            if one.name().startswith("ray::EngineActor"):
-                one.kill()
+        for process in psutil.Process().children(recursive=True):
+            if process.name().startswith("ray::EngineActor"):
+                process.kill()
 
     TappedActor(actor := ray.get_actor("engine"), tap, kill)
     links = {"actor": RayLink(actor, str(model), SILENCE)}
     with closing(pool_of(links, model, OLD, chunk=3, patience=3 * SILENCE).engines["engine"]) as engine:
-        made = used(engine, whole=True)
-        assert not [one for one in engine.take_events() if "\n" in one.get("why", "")]
-        return made
+        results = results_of_use(engine, sleep_and_score=True)
+        assert not [event for event in engine.take_events() if "\n" in event.get("why", "")]
+        return results
 
 
 def try_actors(model: Path, note: Callable[[str, str], None]) -> None:
-    """Start Ray, and note how each case ends: equal, or with an error and then, done again, equal."""
+    """Start Ray, and note how each case ends: equal to undisturbed work, or with an error and, done again, equal."""
     with _cluster(small_config("placement.launcher=ray", "placement.engines=1")) as ray:
         options = {"name": "engine", "max_restarts": -1}
         actor = ray.remote(EngineActor).options(**options).remote(os.getcwd(), make_sleeper)
         ray.get(actor.node.remote())
-        whole = use_actor(ray, NO_FAULT, model)
+        expected_results = use_actor(ray, NO_FAULT, model)
         for kind, fault in itertools.chain(*ACTORS.values()):
             tap = Tap(kind, fault, late=SILENCE + 3.0)
             try:
-                ended = "equal" if use_actor(ray, tap, model) == whole else "other"
+                ending = "equal" if use_actor(ray, tap, model) == expected_results else "other"
             except JackpotError as error:
-                ended = f"{error}, again {'equal' if use_actor(ray, NO_FAULT, model) == whole else 'other'}"
-            note(f"{kind} {fault}", ended if tap.seen[kind] else "no such message")
+                ending = f"{error}, again {'equal' if use_actor(ray, NO_FAULT, model) == expected_results else 'other'}"
+            note(f"{kind} {fault}", ending if tap.seen[kind] else "no such message")
 
 
 @pytest.fixture(scope="module")
@@ -196,38 +200,42 @@ def actors(home: Path) -> dict[str, str]:
     """How the work of engine actors ended, by kind and fault of a message; a case that hangs has no entry."""
     (home / "actors").touch()
 
-    def note(case: str, ended: str) -> None:
+    def note(case: str, ending: str) -> None:
         with (home / "actors").open("a") as file:
-            file.write(json.dumps([case, ended]) + "\n")
+            file.write(json.dumps([case, ending]) + "\n")
 
     def work(rank: int) -> None:
         signal.alarm(5 * LIMIT)
         try_actors(home / "model", note)
 
-    ended = fork_ranks(1, work, home / "output")
+    ending = fork_ranks(1, work, home / "output")
     cases = dict(map(json.loads, (home / "actors").read_text().splitlines()))
-    assert ended.codes == [0], (ended, cases)
+    assert ending.codes == [0], (ending, cases)
     return cases
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed; make test-all installs it")
 @pytest.mark.parametrize("faults", ACTORS)
-def test_messages_of_an_engine_actor(faults: str, actors: dict[str, str]) -> None:
+def test_an_engine_actor_heals_from_faulty_messages(faults: str, actors: dict[str, str]) -> None:
     for case in map(" ".join, ACTORS[faults]):
-        ended = actors[case]
-        assert ended.endswith("equal") and "\n" not in ended, (case, ended)
-        assert (ended == "equal") == (case not in ("begin fuzzed", "begin noise")), (case, ended)
+        ending = actors[case]
+        assert ending.endswith("equal"), (case, ending)
+        assert "\n" not in ending, (case, ending)
+        # only a `begin` of other bytes ends the work with an error before it is done again
+        assert (ending == "equal") == (case not in ("begin fuzzed", "begin noise")), (case, ending)
 
 
 # Servers
 
 ROUTES = ("/v1/models", "/server_info", "get_model_inspection", "/weight_checker", "/weight_info", "/pause")
 ROUTES += ("reload_weights", "/reset_prefix_cache", "/update_weight_version", "/resume", "/v1/completions")
-SERVERS = table((*ROUTES, *(f"answer to {route}" for route in ROUTES)), {("answer to /v1/completions", "repeated")})
+SERVERS = fault_cases(
+    (*ROUTES, *(f"answer to {route}" for route in ROUTES)), {("answer to /v1/completions", "repeated")}
+)
 SGLANG_ROUTES = ("/model_info", "/server_info", "/weights_checker", "/update_weights_from_disk", "/generate")
 SGLANG_KINDS = (*SGLANG_ROUTES, *(f"answer to {route}" for route in SGLANG_ROUTES))
-SGLANG_SERVERS = table(SGLANG_KINDS, (), swept=[kind for kind in SGLANG_KINDS if "/generate" not in kind])
+SGLANG_SERVERS = fault_cases(SGLANG_KINDS, (), swept=[kind for kind in SGLANG_KINDS if "/generate" not in kind])
 
 
 def use_server(tap: Tap, folder: Path, program: str = "vllm") -> list:
@@ -238,7 +246,7 @@ def use_server(tap: Tap, folder: Path, program: str = "vllm") -> list:
     make, configure = PROGRAMS[program]
     config = configure(urls=[f"http://127.0.0.1:{proxy.port}"], connect_timeout=6.0, **settings)
     with closing(make(tiny_model(seed=0), config, eos_token_ids=(EOS,), version=OLD)) as engine:
-        return used(engine)
+        return results_of_use(engine)
 
 
 PROGRAMS = {
@@ -253,15 +261,16 @@ USES = {"process": use_process, "server": use_server, "sglang": use_sglang}
 def servers() -> Iterator[dict[str, ScriptedServer]]:
     """A server of each program; SIGUSR1 has them start again."""
     servers = {"vllm": ScriptedServer(), "sglang": SGLangStandIn()}
-    before = signal.signal(signal.SIGUSR1, lambda *_: [server.restart() for server in servers.values()])
+    previous_handler = signal.signal(signal.SIGUSR1, lambda *_: [server.restart() for server in servers.values()])
     yield servers
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, previous_handler)
     for server in servers.values():
         server.close()
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, servers: dict[str, ScriptedServer]) -> Path:
+    """A folder with a tiny model and the addresses of the servers."""
     home = tmp_path_factory.mktemp("messages")
     save_tiny_model(home / "model", seed=0)
     for program, server in servers.items():
@@ -270,48 +279,66 @@ def home(tmp_path_factory: pytest.TempPathFactory, servers: dict[str, ScriptedSe
 
 
 @pytest.fixture(scope="module")
-def whole(home: Path) -> Callable[[str], list]:
+def undisturbed_results(home: Path) -> Callable[[str], list]:
     """What undisturbed work makes, by the other side."""
 
     @cache
-    def made(name: str) -> list:
+    def results_of(name: str) -> list:
         (home / name).mkdir()
-        ended, made = outcome(USES[name], NO_FAULT, home / name)
-        assert ended.codes == [0], ended
-        return made
+        ending, results = outcome(USES[name], NO_FAULT, home / name)
+        assert ending.codes == [0], ending
+        return results
 
-    return made
+    return results_of
 
 
 @pytest.mark.parametrize(("kind", "fault"), PROCESSES)
-def test_a_message_of_an_engine_process(kind: str, fault: str, home: Path, whole) -> None:
-    print(assert_heals(use_process, Tap(kind, fault), home / "process", whole("process")))
+def test_an_engine_process_heals_from_a_faulty_message(kind: str, fault: str, home: Path, undisturbed_results) -> None:
+    expected_results = undisturbed_results("process")
+
+    ending, results = healed_work(use_process, Tap(kind, fault), home / "process")
+
+    print(ending)
+    assert results == expected_results
 
 
 @pytest.mark.parametrize(("kind", "fault"), SERVERS)
-def test_a_message_of_a_server(kind: str, fault: str, home: Path, whole) -> None:
-    print(assert_heals(use_server, Tap(kind, fault), home / "server-", whole("server")))
+def test_work_with_a_server_heals_from_a_faulty_message(kind: str, fault: str, home: Path, undisturbed_results) -> None:
+    expected_results = undisturbed_results("server")
+
+    ending, results = healed_work(use_server, Tap(kind, fault), home / "server-")
+
+    print(ending)
+    assert results == expected_results
 
 
 @pytest.mark.parametrize(("kind", "fault"), SGLANG_SERVERS)
-def test_a_message_of_an_sglang_server(kind: str, fault: str, home: Path, whole) -> None:
-    print(assert_heals(use_sglang, Tap(kind, fault), home / "sglang-", whole("sglang")))
+def test_work_with_an_sglang_server_heals_from_a_faulty_message(
+    kind: str, fault: str, home: Path, undisturbed_results
+) -> None:
+    expected_results = undisturbed_results("sglang")
+
+    ending, results = healed_work(use_sglang, Tap(kind, fault), home / "sglang-")
+
+    print(ending)
+    assert results == expected_results
 
 
-def test_an_answer_that_comes_twice_is_none_of_the_next(servers: dict[str, ScriptedServer]) -> None:
+def test_an_answer_that_comes_twice_does_not_answer_the_next(servers: dict[str, ScriptedServer]) -> None:
     tap = HTTPTap(int(servers["vllm"].url.rpartition(":")[2]), Tap("answer to /v1/completions", "repeated"))
     url = f"http://127.0.0.1:{tap.port}"
 
     async def answers() -> list[list[int]]:
         async with open_session([url], "VLLM_API_KEY") as session:
-            client, made = VLLMClient(url, session, timeout=10.0), []
+            client = VLLMClient(url, session, timeout=10.0)
+            token_ids = []
             for seed in (1, 2):
                 body = {"prompt": [2, 3], "max_tokens": 2, "logprobs": 1, "seed": seed}
-                made.append(await client.complete(body, lambda answer: answer["choices"][0]["token_ids"]))
+                token_ids.append(await client.complete(body, lambda answer: answer["choices"][0]["token_ids"]))
                 await asyncio.sleep(0.3)
-            return made
+            return token_ids
 
-    assert asyncio.run(answers()) == [[3, 4], [4, 5]]
+    assert asyncio.run(answers()) == [[3, 4], [4, 5]]  # the stand-in counts up from 2 + seed
 
 
 # Ranks
@@ -345,53 +372,64 @@ def train(folder: Path, tap: Tap = NO_FAULT) -> Ended:
         with leading(config, folder) as build:
             train_run(config, folder, lambda line: None, build=build)
 
-    return fork_ranks(2, work, folder.with_name(f"{folder.name}-output"), patience=4 * GONE)
+    return fork_ranks(2, work, folder.with_name(f"{folder.name}-output"), patience=4 * GRACE)
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks without a fault."""
     folder = tmp_path_factory.mktemp("ranks") / "whole"
-    assert (ended := train(folder)).codes == [0, 0], ended
+    ending = train(folder)
+    assert ending.codes == [0, 0], ending
     return folder
 
 
-def assert_run_heals(folder: Path, tap: Tap, whole: Path) -> None:
-    """Type a command whose ranks are tapped, and again where that ended it."""
+def train_tapped(folder: Path, tap: Tap) -> None:
+    """Type a command whose ranks are tapped, and again where that ended it; check how the ranks ended."""
     tap.note = folder.with_name("happened")
     tap.note.unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         tap_ranks(patch, tap)
-        ended = train(folder, tap)
+        ending = train(folder, tap)
+
     assert tap.note.exists(), "there was no such message"
-    killed = [code == -signal.SIGKILL for code in ended.codes]
-    dies = tap.fault in ("last", "cut")
-    assert killed == [dies and tap.kind in FROM_LEADER, dies and tap.kind not in FROM_LEADER], ended
-    for code, printed in zip(ended.codes, ended.printed, strict=True):
-        assert code in (0, 2, -signal.SIGKILL) and "Traceback" not in printed, ended
-    print(ended.codes, [one.strip().splitlines()[-1:] for one in ended.printed])
-    if ended.codes != [0, 0]:
-        again = train(folder)
-        assert again.codes == [0, 0], again
-    assert_same_run(whole, folder, ROLES)
+    rank_kills = [code == -signal.SIGKILL for code in ending.codes]
+    sender_dies = tap.fault in ("last", "cut")
+    assert rank_kills == [sender_dies and tap.kind in FROM_LEADER, sender_dies and tap.kind not in FROM_LEADER], ending
+
+    for code, printed in zip(ending.codes, ending.printed, strict=True):
+        assert code in (0, 2, -signal.SIGKILL), ending
+        assert "Traceback" not in printed, ending
+    print(ending.codes, [output.strip().splitlines()[-1:] for output in ending.printed])
+    if ending.codes != [0, 0]:
+        second_ending = train(folder)
+        assert second_ending.codes == [0, 0], second_ending
 
 
 @pytest.mark.parametrize(("kind", "fault"), RANKS)
-def test_a_message_of_a_rank(kind: str, fault: str, whole_run: Path, tmp_path: Path) -> None:
-    assert_run_heals(tmp_path / "run", Tap(kind, fault, late=12.0), whole_run)
+def test_a_run_of_two_ranks_heals_from_a_faulty_message(
+    kind: str, fault: str, undisturbed_run: Path, tmp_path: Path
+) -> None:
+    train_tapped(tmp_path / "run", Tap(kind, fault, late=12.0))
+    assert_same_run(undisturbed_run, tmp_path / "run", ROLES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["shut", "stalled"])
-def test_a_connection_of_gloo_within_a_sum(fault: str, whole_run: Path, tmp_path: Path) -> None:
-    assert_run_heals(tmp_path / "run", Tap("connection", fault, number=2), whole_run)
+def test_a_run_heals_from_a_lost_gloo_connection_within_a_sum(
+    fault: str, undisturbed_run: Path, tmp_path: Path
+) -> None:
+    train_tapped(tmp_path / "run", Tap("connection", fault, number=2))
+    assert_same_run(undisturbed_run, tmp_path / "run", ROLES)
 
 
 @pytest.mark.slow
 @pytest.mark.sweep
-@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("message_index", range(1, 9))
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", ["sent", "received"])
-def test_bytes_between_a_rank_and_the_store(
-    kind: str, fault: str, number: int, whole_run: Path, tmp_path: Path
+def test_a_run_heals_from_faulty_bytes_of_the_rendezvous_store(
+    kind: str, fault: str, message_index: int, undisturbed_run: Path, tmp_path: Path
 ) -> None:
-    assert_run_heals(tmp_path / "run", Tap(kind, fault, number, late=12.0), whole_run)
+    train_tapped(tmp_path / "run", Tap(kind, fault, number=message_index, late=12.0))
+    assert_same_run(undisturbed_run, tmp_path / "run", ROLES)

@@ -1,4 +1,4 @@
-"""The hours of research/placements.py against real runs, whose engine and learner are slowed to known speeds."""
+"""research/placements.py counts the time of an iteration that real runs take, at known speeds of engine and learner."""
 
 import statistics
 import time
@@ -30,34 +30,40 @@ def test_a_run_at_known_speeds_takes_as_long_as_is_counted(
     lengths: dict[str, list[int]] = defaultdict(list)
     complete, train = BackgroundEngine._complete, JointLearner.train
 
-    def noted(engine, rollouts, drafts=None):
+    def complete_and_note(engine, rollouts, drafts=None):
         for rollout in rollouts:
             lengths[rollout.uid.split("/")[0]].append(len(rollout.token_ids))  # by iteration, or "eval"
         complete(engine, rollouts, drafts)
 
-    def slow_train(self, *arguments, **named):
+    def train_slowly(self, *arguments, **keywords):
         end = time.monotonic() + TRAINING
-        result = train(self, *arguments, **named)
+        result = train(self, *arguments, **keywords)
         time.sleep(max(0.0, end - time.monotonic()))
         return result
 
     starter = lambda *_: forking(partial(make_paced, period=STEP))  # noqa: E731
     monkeypatch.setattr("jackpot.launch.engine_processes.make_starter", starter)
-    monkeypatch.setattr(BackgroundEngine, "_complete", noted)
-    monkeypatch.setattr(JointLearner, "train", slow_train)
+    monkeypatch.setattr(BackgroundEngine, "_complete", complete_and_note)
+    monkeypatch.setattr(JointLearner, "train", train_slowly)
+
     config = small_config(
         *(f"iterations={ITERATIONS}", f"batch.ahead={ahead}", "evaluation.every=100", "checkpoint.every=100"),
         f"placement.engines={engines}",
     )
-    ends: list[float] = []
-    start.train_run(config, tmp_path / "run", lambda line: ends.append(time.monotonic()))
-    measured = statistics.median(after - before for before, after in pairwise(ends[1:-1]))  # without evaluations
+    line_times: list[float] = []
+    start.train_run(config, tmp_path / "run", lambda line: line_times.append(time.monotonic()))
+    times_without_evaluations = line_times[1:-1]
+    measured_seconds = statistics.median(end - begin for begin, end in pairwise(times_without_evaluations))
 
-    longest = [STEP * max(lengths[str(number)]) for number in range(2, ITERATIONS)]
-    assert all(len(lengths[str(number)]) == config.batch.rollouts for number in range(2, ITERATIONS))
-    in_turn = [Hours(generation, TRAINING, sending=0.0) for generation in longest]  # seconds
-    counted = statistics.median(
-        (overlapped(seconds, batches_at_once(ahead)) if ahead else seconds).all for seconds in in_turn
+    generation_seconds = [STEP * max(lengths[str(iteration)]) for iteration in range(2, ITERATIONS)]
+    assert all(len(lengths[str(iteration)]) == config.batch.rollouts for iteration in range(2, ITERATIONS))
+    durations = [Hours(generation, TRAINING, sending=0.0) for generation in generation_seconds]  # seconds
+    counted_seconds = statistics.median(
+        (overlapped(seconds, batches_at_once(ahead)) if ahead else seconds).all for seconds in durations
     )
-    print(f"engines {engines}, ahead {ahead}: measured {measured:.3f} s, counted {counted:.3f} s an iteration")
-    assert measured == pytest.approx(counted, rel=0.1)
+    print(
+        f"engines {engines}, ahead {ahead}: "
+        f"measured {measured_seconds:.3f} s, counted {counted_seconds:.3f} s an iteration"
+    )
+
+    assert measured_seconds == pytest.approx(counted_seconds, rel=0.1)

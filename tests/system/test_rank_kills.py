@@ -1,5 +1,7 @@
-"""A run of two ranks, a random one of which was killed again and again, ends as one that was not. `make
-soak-distributed` kills 20 times, `make test-all` a few."""
+"""A run of two ranks, of which random ones were killed again and again, ends as a run without a kill.
+
+`make soak-distributed` kills 20 times, `make test-all` a few.
+"""
 
 import os
 import random
@@ -23,21 +25,25 @@ RANKS = 2
 REGIME = Scenario("regimes", "ahead", ("batch.micro_batch_tokens=64",))  # several micro-batches in each rank
 
 
-def killing(folder: Path, moments: random.Random, killed: list[int]) -> Meanwhile:
-    """Kill a random rank while a checkpoint is written, or some time after some lines of metrics."""
+def kill_a_random_rank(folder: Path, moments: random.Random, killed_ranks: list[int]) -> Meanwhile:
+    """Return what kills a random rank while a checkpoint is written, or some time after some lines of metrics."""
 
     def meanwhile(ranks: list[BaseProcess]) -> None:
         checkpoints, path = folder / "checkpoints", folder / "metrics.jsonl"
-        left, lines = set(unfinished(checkpoints)), _lines(path)
-        wanted = moments.randint(0, MOST_LINES)
+        leftovers, lines = set(unfinished(checkpoints)), _lines(path)
+        line_quota = moments.randint(0, MOST_LINES)
         in_checkpoint = moments.random() < 0.5
-        while all(one.is_alive() for one in ranks):
-            if set(unfinished(checkpoints)) - left if in_checkpoint else _lines(path) >= lines + wanted:
+        while all(rank.is_alive() for rank in ranks):
+            if in_checkpoint:
+                is_due = bool(set(unfinished(checkpoints)) - leftovers)
+            else:
+                is_due = _lines(path) >= lines + line_quota
+            if is_due:
                 break
             time.sleep(0.001)
         time.sleep(moments.uniform(0.0, 0.01 if in_checkpoint else 0.5))
-        killed.append(moments.randrange(RANKS))
-        os.kill(ranks[killed[-1]].pid, signal.SIGKILL)
+        killed_ranks.append(moments.randrange(RANKS))
+        os.kill(ranks[killed_ranks[-1]].pid, signal.SIGKILL)
 
     return meanwhile
 
@@ -49,27 +55,38 @@ def _lines(path: Path) -> int:
 def test_kills_of_random_ranks_change_nothing(tmp_path: Path) -> None:
     print(f"JACKPOT_SOAK_SEED={SEED}")  # pytest shows it where something fails
     config, moments = REGIME.config(KILLS), random.Random(SEED)
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
-    assert run_ranks(RANKS, config, whole).codes == [0, 0]
-    killed: list[int] = []
-    half_written, lost = 0, []
-    for number in range(KILLS):
-        left = set(unfinished(folder / "checkpoints"))
-        ended = run_ranks(RANKS, config, folder, patience=5.0, meanwhile=killing(folder, moments, killed))
-        assert ended.codes[killed[-1]] == -signal.SIGKILL, f"a group ended by itself after {number} kills: {ended}"
-        newest, corrupt = Checkpoints(folder / "checkpoints", 2).find()
-        assert not corrupt
-        half_written += bool(set(unfinished(folder / "checkpoints")) - left)
-        done = max((line["iteration"] for line in RunFolder(folder).read("metrics.jsonl")), default=0)
-        lost.append(done - (newest.state["iteration"] if newest else 0))
-    ended = run_ranks(RANKS, config, folder)
-    assert ended.codes == [0, 0], ended.printed
+    undisturbed_run, killed_run = tmp_path / "whole", tmp_path / "killed"
+    assert run_ranks(RANKS, config, undisturbed_run).codes == [0, 0]
+
+    killed_ranks: list[int] = []
+    half_written = 0  # kills that left an unfinished checkpoint
+    lost_iterations = []
+    for kill_count in range(KILLS):
+        leftovers = set(unfinished(killed_run / "checkpoints"))
+        ending = run_ranks(
+            RANKS, config, killed_run, patience=5.0, meanwhile=kill_a_random_rank(killed_run, moments, killed_ranks)
+        )
+        assert ending.codes[killed_ranks[-1]] == -signal.SIGKILL, (
+            f"a group ended by itself after {kill_count} kills: {ending}"
+        )
+        newest_checkpoint, corrupt_checkpoints = Checkpoints(killed_run / "checkpoints", 2).find()
+        assert not corrupt_checkpoints
+        half_written += bool(set(unfinished(killed_run / "checkpoints")) - leftovers)
+        last_iteration = max((line["iteration"] for line in RunFolder(killed_run).read("metrics.jsonl")), default=0)
+        lost_iterations.append(last_iteration - (newest_checkpoint.state["iteration"] if newest_checkpoint else 0))
+
+    ending = run_ranks(RANKS, config, killed_run)
+
+    assert ending.codes == [0, 0], ending.printed
+
     print(
-        f"{KILLS} kills, {killed.count(0)} of rank 0; {half_written} left an unfinished checkpoint; iterations lost: "
-        f"{sum(lost) / KILLS:.1f} on average, {max(lost)} at most"
+        f"{KILLS} kills, {killed_ranks.count(0)} of rank 0; {half_written} left an unfinished checkpoint; "
+        f"iterations lost: {sum(lost_iterations) / KILLS:.1f} on average, {max(lost_iterations)} at most"
     )
-    assert max(lost) <= config.checkpoint.every
-    assert metrics(folder) == metrics(whole)
-    (ours, mine), (theirs, other) = map(saved, (whole, folder))
-    assert ours == theirs
-    assert_equal(mine, other)
+    assert max(lost_iterations) <= config.checkpoint.every
+    assert metrics(killed_run) == metrics(undisturbed_run)
+
+    undisturbed_files, undisturbed_states = saved(undisturbed_run)
+    killed_files, killed_states = saved(killed_run)
+    assert undisturbed_files == killed_files
+    assert_equal(undisturbed_states, killed_states)

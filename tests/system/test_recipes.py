@@ -61,11 +61,29 @@ def distinct_arms(recipe: str) -> list[str | None]:
 
     alike: dict[str, list[str]] = {}
     for arm, config in configs.items():
-        rest = config.model_dump_json(exclude={"description": True, "objective": {"correction"}})
+        other_settings = config.model_dump_json(exclude={"description": True, "objective": {"correction"}})
         is_stale = config.batch.steps_per_iteration >= MANY_STEPS
-        alike.setdefault("many steps" if is_stale else rest, []).append(arm)
+        alike.setdefault("many steps" if is_stale else other_settings, []).append(arm)
     stale = alike.pop("many steps", [])[:1]
-    return [None, *stale, *(arm for group in alike.values() for arm in group[::3])]
+    return [None, *stale, *(arm for group in alike.values() for arm in group[::3])]  # every third
+
+
+def assert_trains(recipe: str, arm: str | None, folder: Path) -> None:
+    """Make an arm tiny, train it for an iteration, and check that it learned."""
+    original = resolve(recipe, arm, [])
+    paths = {"policy": original.policy.path, "rollout_model": original.rollout_model and original.rollout_model.path}
+    stand_ins = [f"{role}.path={STAND_INS[path]}" for role, path in paths.items() if path in STAND_INS]
+    short = ("threads=1", "iterations=1", "evaluation.problems=2", "evaluation.k=1")
+    tiny_arm = tiny.make_tiny(resolve(recipe, arm, [*short, *stand_ins]), folder / "tiny")
+
+    lines = run(tiny_arm.config, folder)
+    assert [line["iteration"] for line in lines] == [0, 1]
+    if original.task.name in ("sums", "reasoning_gym"):  # of which a model with random weights answers none
+        assert lines[1]["tokens/rollout"] > 0
+        assert lines[1]["response/tokens"] > 1.0
+    else:
+        learned(lines[1])
+    assert tiny_arm.config.batch.steps_per_iteration == original.batch.steps_per_iteration
 
 
 @pytest.mark.slow
@@ -77,21 +95,6 @@ def test_every_recipe_trains_in_this_process(recipe: str, tmp_path: Path, monkey
         monkeypatch.setattr(tiny, "SEQUENCES", 16)  # half of what --tiny generates, and of half the length
     monkeypatch.setattr(tiny, "NEW_TOKENS", 16)
     monkeypatch.setattr(tiny, "STEP_SEQUENCES", 1)
+
     for arm in distinct_arms(recipe):
         assert_trains(recipe, arm, tmp_path / str(arm))
-
-
-def assert_trains(recipe: str, arm: str | None, folder: Path) -> None:
-    original = resolve(recipe, arm, [])
-    paths = {"policy": original.policy.path, "rollout_model": original.rollout_model and original.rollout_model.path}
-    stand_ins = [f"{role}.path={STAND_INS[path]}" for role, path in paths.items() if path in STAND_INS]
-    short = ("threads=1", "iterations=1", "evaluation.problems=2", "evaluation.k=1")
-    made = tiny.make_tiny(resolve(recipe, arm, [*short, *stand_ins]), folder / "tiny")
-
-    lines = run(made.config, folder)
-    assert [line["iteration"] for line in lines] == [0, 1]
-    if original.task.name in ("sums", "reasoning_gym"):  # of which a model with random weights answers none
-        assert lines[1]["tokens/rollout"] > 0 and lines[1]["response/tokens"] > 1.0
-    else:
-        learned(lines[1])
-    assert made.config.batch.steps_per_iteration == original.batch.steps_per_iteration

@@ -1,4 +1,4 @@
-"""`jackpot simulate`: what a user types, what is printed and what lies in the folder."""
+"""`jackpot simulate` measures rollout models before training: what is printed and what lies in the folder."""
 
 import json
 import math
@@ -19,17 +19,17 @@ from jackpot.ui.views.simulation import candidate_sections
 
 
 def simulate(*arguments: str) -> str:
-    """What the command prints, in one line of single spaces."""
+    """Return what the command prints, in one line of single spaces."""
     result = CliRunner().invoke(cli.app, ["simulate", *arguments], env={"COLUMNS": "160"}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
 
 
-def numbers(folder: Path) -> dict:
+def saved_numbers(folder: Path) -> dict:
     return json.loads((folder / "simulate.json").read_text())
 
 
-def assert_page(folder: Path) -> None:
+def assert_page_and_numbers_alone(folder: Path) -> None:
     """There is a page, and the numbers, and nothing else."""
     assert sorted(path.name for path in folder.iterdir()) == ["simulate.html", "simulate.json"]
     assert "Before you train" in page_data(folder / "simulate.html")
@@ -38,53 +38,71 @@ def assert_page(folder: Path) -> None:
 def test_a_recipe_with_candidates_shows_one_beside_the_other(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     candidates = ("--rollout-model", "starter:rollout_model", "--rollout-model", "starter:policy")
-    printed = simulate("quickstart", *SMALL, *candidates, "--prompts", "8")
+
+    output = simulate("quickstart", *SMALL, *candidates, "--prompts", "8")
+
     folder = tmp_path / "runs" / "simulate-quickstart"
-    assert_page(folder)
-    found = numbers(folder)["candidates"]
-    assert [one["name"] for one in found] == ["starter:rollout_model", "starter:policy"]
-    for one in found:
+    assert_page_and_numbers_alone(folder)
+
+    rows = saved_numbers(folder)["candidates"]
+    assert [row["name"] for row in rows] == ["starter:rollout_model", "starter:policy"]
+    for row in rows:
         for text in (
-            one["name"],
-            f"{one['kl_rollout_policy']:.4f}",
-            f"{one['acceptance']:.4f}",
-            f"{one['accuracy']:.1%}",
+            row["name"],
+            f"{row['kl_rollout_policy']:.4f}",
+            f"{row['acceptance']:.4f}",
+            f"{row['accuracy']:.1%}",
         ):
-            assert text in printed
-    assert "Use: no correction can be recommended Fix first: there are" in printed  # 8 responses each
+            assert text in output
+
+    assert "Use: no correction can be recommended Fix first: there are" in output  # 8 responses each
     assert "starter:rollout_model" in page_data(folder / "simulate.html")
 
 
 @pytest.mark.slow
 def test_a_recipe_alone_with_an_arm_and_a_folder_of_ones_own(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+
     simulate("quickstart", "--arm", "tis", "--prompts", "4")
-    [candidate] = numbers(tmp_path / "runs" / "simulate-quickstart-tis")["candidates"]
-    assert candidate["name"] == "starter:rollout_model" and candidate["responses"] == 4
+
+    [candidate] = saved_numbers(tmp_path / "runs" / "simulate-quickstart-tis")["candidates"]
+    assert candidate["name"] == "starter:rollout_model"
+    assert candidate["responses"] == 4
+
     simulate("quickstart", "--prompts", "4", "--out", "here")
-    assert_page(tmp_path / "here")
-    assert numbers(tmp_path / "here")["candidates"] == [candidate]
+    assert_page_and_numbers_alone(tmp_path / "here")
+    assert saved_numbers(tmp_path / "here")["candidates"] == [candidate]
 
 
-def test_what_is_not_finite_is_null_in_the_folder(tmp_path: Path) -> None:
-    given = {"a": math.nan, "b": [math.inf, 1.5, ({"c": -math.inf}, "d", None, True, 3)]}
-    written = write_results(tmp_path, "simulate", "nothing", {}, given)
-    assert [path.name for path in written] == ["simulate.html", "simulate.json"]
-    assert numbers(tmp_path) == {"a": None, "b": [None, 1.5, [{"c": None}, "d", None, True, 3]]}
+def test_numbers_that_are_not_finite_are_null_in_the_folder(tmp_path: Path) -> None:
+    results = {"a": math.nan, "b": [math.inf, 1.5, ({"c": -math.inf}, "d", None, True, 3)]}
+
+    files = write_results(tmp_path, "simulate", "nothing", {}, results)
+
+    assert [path.name for path in files] == ["simulate.html", "simulate.json"]
+    assert saved_numbers(tmp_path) == {"a": None, "b": [None, 1.5, [{"c": None}, "d", None, True, 3]]}
 
 
 def test_a_task_without_a_verdict_has_rewards(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rewards_of_mine.py").write_text("def longer(response, **_):\n    return len(response) / 10\n")
-    write_problems(Path("p.jsonl"), range(8), problem=[f"{number}+1=" for number in range(8)])
+    write_problems(Path("p.jsonl"), range(8), problem=[f"{index}+1=" for index in range(8)])
     task = {"name": "math", "train": "p.jsonl", "test": "p.jsonl", "template": "plain", "instruction": ""}
     task |= {"rewards": "rewards_of_mine:longer", "reward_workers": 1}
     config = small_config().model_copy(update={"task": MathConfig.model_validate(task)})
-    [measured] = found = simulate_candidates(config, [], prompts=8, seed=0)
-    assert measured.accuracy is None and measured.policy_accuracy is None and measured.reward > 0.0
-    text = str(candidate_sections(found)["before"])
-    assert f"('mean reward of its responses', '{measured.reward:.3f}')" in text and "high rewards" in text
-    assert "accuracy" not in text and "right answers" not in text
+
+    candidates = simulate_candidates(config, [], prompts=8, seed=0)
+    [candidate] = candidates
+
+    assert candidate.accuracy is None
+    assert candidate.policy_accuracy is None
+    assert candidate.reward > 0.0
+
+    text = str(candidate_sections(candidates)["before"])
+    assert f"('mean reward of its responses', '{candidate.reward:.3f}')" in text
+    assert "high rewards" in text
+    assert "accuracy" not in text
+    assert "right answers" not in text
 
 
 BAD_INPUT = {
@@ -98,12 +116,15 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_says_what_to_do_and_writes_nothing(case: str, tmp_path: Path, capsys, monkeypatch) -> None:
-    arguments, expected = BAD_INPUT[case]
+    arguments, expected_texts = BAD_INPUT[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["jackpot", "simulate", *arguments])
+
     with pytest.raises(SystemExit) as exit_info:
         cli.main()
+
     errors = capsys.readouterr().err
-    assert exit_info.value.code == 2 and "Traceback" not in errors
-    assert all(text in errors for text in expected), errors
+    assert exit_info.value.code == 2
+    assert "Traceback" not in errors
+    assert all(text in errors for text in expected_texts), errors
     assert not list(tmp_path.iterdir())

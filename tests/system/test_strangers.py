@@ -1,4 +1,7 @@
-"""Files that strangers wrote: named errors, nothing that hangs or takes all memory; and their one door."""
+"""Files that strangers wrote are read or refused by name, and never hang a reader or take all memory.
+
+Every reader of files in the package goes through one door, `jackpot.core.foreign`.
+"""
 
 import ast
 import gzip
@@ -43,7 +46,8 @@ from jackpot.training.run_folder.environment import Environment
 from jackpot.training.run_folder.folder import RunFolder, run_config
 from jackpot.training.run_folder.saved_rollouts import list_rollout_files, read_columns
 
-SECONDS, MEMORY = 60, 2 * 2**30  # of one reader, on a machine that others use too; bytes beyond those of the tests
+SECONDS = 60  # that a reader may take, on a machine that others use too
+MEMORY = 2 * 2**30  # bytes that a reader may take beyond those of the tests
 
 
 @contextmanager
@@ -53,20 +57,20 @@ def limits() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise AssertionError(f"the reader was not done after {SECONDS} s")
 
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    previous_limits = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY, previous_limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, previous_limits)
         signal.alarm(0)
 
 
-def refused(read: Callable[[], Any]) -> str:
-    """Return what a reader says; any other error than ours is a failure of the test."""
+def refusal_of(read: Callable[[], Any]) -> str:
+    """Return what the error of a reader says; any other error than ours is a failure of the test."""
     with limits(), pytest.raises(JackpotError) as error:
         read()
     return str(error.value)
@@ -87,13 +91,16 @@ def put_link(path: Path, target: str) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     save_tiny_model(folder, seed=0)
     text_tokenizer().save_pretrained(folder)
     return folder
 
 
-def changed(file: str, **changes: Any) -> Callable[[Path], object]:
+def json_change(file: str, **changes: Any) -> Callable[[Path], object]:
+    """Return what sets keys of a JSON file in a folder."""
+
     def change(folder: Path) -> None:
         path = folder / file
         content = json.loads(path.read_text()) if path.exists() else {}
@@ -103,24 +110,24 @@ def changed(file: str, **changes: Any) -> Callable[[Path], object]:
 
 
 MODELS: dict[str, Callable[[Path], object]] = {
-    "a width that is text": changed("config.json", hidden_size="x"),
-    "layer types of nobody": changed("config.json", layer_types=["x", "y"]),
-    "no heads": changed("config.json", num_attention_heads=0),
-    "more layers than any": changed("config.json", num_hidden_layers=20_000),
+    "a width that is text": json_change("config.json", hidden_size="x"),
+    "layer types of nobody": json_change("config.json", layer_types=["x", "y"]),
+    "no heads": json_change("config.json", num_attention_heads=0),
+    "more layers than any": json_change("config.json", num_hidden_layers=20_000),
     "a list for a config": lambda folder: (folder / "config.json").write_text("[]"),
     "a config without end": lambda folder: (folder / "config.json").write_text("[" * 100_000),
     "a pipe for a config": lambda folder: put_pipe(folder / "config.json"),
     "a device for a tokenizer": lambda folder: put_link(folder / "tokenizer.json", "/dev/zero"),
     "a list for a tokenizer's config": lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
     "a list for generation": lambda folder: (folder / "generation_config.json").write_text("[]"),
-    "a stop token of text": changed("generation_config.json", eos_token_id="x"),
-    "stop tokens of text": changed("generation_config.json", eos_token_id=["x"]),
-    "a stop token below 0": changed("generation_config.json", eos_token_id=-1),
-    "a stop token beyond all": changed("generation_config.json", eos_token_id=10**9),
-    "half a stop token": changed("generation_config.json", eos_token_id=1.5),
+    "a stop token of text": json_change("generation_config.json", eos_token_id="x"),
+    "stop tokens of text": json_change("generation_config.json", eos_token_id=["x"]),
+    "a stop token below 0": json_change("generation_config.json", eos_token_id=-1),
+    "a stop token beyond all": json_change("generation_config.json", eos_token_id=10**9),
+    "half a stop token": json_change("generation_config.json", eos_token_id=1.5),
     "a list for an index": lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
-    "a list of weights": changed("model.safetensors.index.json", weight_map=[]),
-    "a file without a name": changed("model.safetensors.index.json", weight_map={"x": None}),
+    "a list of weights": json_change("model.safetensors.index.json", weight_map=[]),
+    "a file without a name": json_change("model.safetensors.index.json", weight_map={"x": None}),
 }
 
 
@@ -134,7 +141,7 @@ def test_a_strangers_model_is_refused_by_name(name: str, model: Path, tmp_path: 
         eos_token_ids(load_meta_model(folder))
         eos_token_ids(load_model(folder, torch.float32))
 
-    assert str(folder) in refused(read)
+    assert str(folder) in refusal_of(read)
 
 
 TEMPLATES = {
@@ -156,18 +163,20 @@ SLOW_TEMPLATES = ("loops in loops", "a text that doubles")
 )
 def test_a_chat_template_cannot_hang_or_fill_the_memory(name: str) -> None:
     tokenizer = text_tokenizer(chat=TEMPLATES[name])
-    assert "chat template" in refused(lambda: Template("chat", tokenizer, instruction="", system_prompt=None))
+    assert "chat template" in refusal_of(lambda: Template("chat", tokenizer, instruction="", system_prompt=None))
 
 
 # Data
 
 
 def rows_of(path: Path, **answers: Any) -> list[Any]:
+    """Return the rows that the data task reads from a file; settings of its answers by keyword."""
     settings = DataConfig(source=str(path), **({"answers": AnswersConfig(**answers)} if answers else {}))
     return list(find_source(settings, "train").rows())
 
 
 def gzip_of(path: Path, line: bytes, count: int) -> Path:
+    """Write a line `count` times into a gzip file; return its path."""
     with gzip.open(path, "wb", compresslevel=9) as file:
         for _ in range(count):
             file.write(line)
@@ -176,7 +185,7 @@ def gzip_of(path: Path, line: bytes, count: int) -> Path:
 
 def test_an_answer_of_310_digits_is_refused(tmp_path: Path) -> None:
     (path := tmp_path / "a.jsonl").write_text(f'{{"problem": "p", "answer": {"9" * 310}}}\n')
-    assert "column 'answer' holds 999" in refused(lambda: rows_of(path))
+    assert "column 'answer' holds 999" in refusal_of(lambda: rows_of(path))
 
 
 def test_thousands_of_open_boxes_are_read_in_a_pass(tmp_path: Path) -> None:
@@ -186,10 +195,10 @@ def test_thousands_of_open_boxes_are_read_in_a_pass(tmp_path: Path) -> None:
         assert [row.answers for row in rows_of(path, name="boxed")] == [("7",)]
 
 
-def test_a_prompt_that_stands_in_every_row_is_honest(tmp_path: Path) -> None:
+def test_a_column_that_repeats_in_every_row_is_read(tmp_path: Path) -> None:
     rows = 20_000
     table = pa.table(
-        {"problem": [f"{number}?" for number in range(rows)], "answer": ["1"] * rows, "tools": ["x" * 5000] * rows}
+        {"problem": [f"{index}?" for index in range(rows)], "answer": ["1"] * rows, "tools": ["x" * 5000] * rows}
     )
     pq.write_table(table, tmp_path / "a.parquet")
     with limits():
@@ -198,17 +207,18 @@ def test_a_prompt_that_stands_in_every_row_is_honest(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_file_that_expands_beyond_all_text_is_refused(tmp_path: Path) -> None:
-    blank = gzip_of(tmp_path / "a.jsonl.gz", b" " * 2**20, 200)
-    lines = gzip_of(tmp_path / "b.jsonl.gz", b" " * (2**16 - 1) + b"\n", 2000)
+    blank_file = gzip_of(tmp_path / "a.jsonl.gz", b" " * 2**20, count=200)
+    file_of_lines = gzip_of(tmp_path / "b.jsonl.gz", b" " * (2**16 - 1) + b"\n", count=2000)
     table = pa.table({"problem": ["x" * 2000] * 300_000, "answer": ["1"] * 300_000})
     pq.write_table(table, tmp_path / "c.parquet", compression="zstd")
-    for path in (blank, lines, tmp_path / "c.parquet"):
+
+    for path in (blank_file, file_of_lines, tmp_path / "c.parquet"):
         assert path.stat().st_size < 2**20
-        said = refused(lambda path=path: rows_of(path))
-        assert "times its size" in said or "more than 67,108,864 bytes" in said
+        refusal = refusal_of(lambda path=path: rows_of(path))
+        assert "times its size" in refusal or "more than 67,108,864 bytes" in refusal
 
 
-def repeated(path: Path, text: str, rows: int, schema_version: str = "1") -> Path:
+def write_repeated(path: Path, text: str, rows: int, schema_version: str = "1") -> Path:
     """Write a table whose rows repeat one text, which the file has once, after a row that is short."""
     table = pa.table({"problem": ["1+1?", *[text] * rows], "answer": ["1"] * (rows + 1)})
     table = table.replace_schema_metadata({"schema_version": schema_version})
@@ -221,9 +231,10 @@ def test_batches_of_a_table_are_as_large_as_its_rows_allow(
     columns: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(foreign, "LARGEST_BATCH", 2**20)
-    path = repeated(tmp_path / "a.parquet", "x" * 300_000, 20)
+    path = write_repeated(tmp_path / "a.parquet", "x" * 300_000, rows=20)
+
     batches = list(foreign.table_batches(path, columns))
-    assert [len(batch) for batch in batches] == [3] * 7
+    assert [len(batch) for batch in batches] == [3] * 7  # of 300,000 bytes a row, within 2**20; 21 rows
     assert max(batch.nbytes for batch in batches) < 2**20
 
     pq.write_table(pa.table({"problem": ["1+1?"] * 600}), tmp_path / "b.parquet")
@@ -234,15 +245,17 @@ def test_a_table_of_many_numbers_is_refused_by_its_footer(tmp_path: Path, monkey
     zeros = pa.ListArray.from_arrays(pa.array([0, 9_000_000], pa.int32()), pa.nulls(9_000_000, pa.int64()).fill_null(0))
     pq.write_table(pa.table({"problem": ["p"], "answer": ["1"], "z": zeros}), tmp_path / "a.parquet")
     monkeypatch.delattr(pq.ParquetFile, "iter_batches")
-    assert "times its size" in refused(lambda: rows_of(tmp_path / "a.parquet"))
+    assert "times its size" in refusal_of(lambda: rows_of(tmp_path / "a.parquet"))
 
 
 @pytest.mark.slow
 def test_large_rows_of_a_table_are_read_one_by_one(tmp_path: Path) -> None:
     text = random.Random(0).randbytes(10_000_000).hex()
-    path = repeated(tmp_path / "a.parquet", text, 64)
+    path = write_repeated(tmp_path / "a.parquet", text, rows=64)
     with limits():
-        assert sum(1 for _ in find_source(DataConfig(source=str(path)), "train").records()) == 65
+        assert (
+            sum(1 for _ in find_source(DataConfig(source=str(path)), "train").records()) == 1 + 64
+        )  # the short row too
 
 
 def test_a_letter_before_megabytes_is_read_at_once(tmp_path: Path) -> None:
@@ -256,23 +269,23 @@ def test_an_answer_of_5000_digits_is_no_option(tmp_path: Path) -> None:
     row = {"problem": "p", "answer": "9" * 5000, "options": ["a", "b"]}
     (path := tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     source = DataConfig(source=str(path), columns=ColumnsConfig(options=["options"]))
-    assert "is none of the 2 options" in refused(lambda: list(find_source(source, "train").rows()))
+    assert "is none of the 2 options" in refusal_of(lambda: list(find_source(source, "train").rows()))
 
 
 def test_a_pipe_is_no_data(tmp_path: Path) -> None:
     put_pipe(tmp_path / "a.jsonl")
-    assert "a.jsonl" in refused(lambda: rows_of(tmp_path / "a.jsonl"))
+    assert "a.jsonl" in refusal_of(lambda: rows_of(tmp_path / "a.jsonl"))
 
 
 # Dumps
 
 
-def told_of(path: Path) -> tuple[int, list[str]]:
-    """Return how many responses of a dump are read, and what is told of the others."""
-    told: list[str] = []
+def read_dump(path: Path) -> tuple[int, list[str]]:
+    """Return how many responses of a dump are read, and what is noted of the others."""
+    notes: list[str] = []
     with limits():
         dump, files = find_format(path, "auto")
-        return len(list(read_files(dump, files, told.append))), told
+        return len(list(read_files(dump, files, notes.append))), notes
 
 
 @pytest.mark.parametrize(
@@ -290,17 +303,22 @@ def told_of(path: Path) -> tuple[int, list[str]]:
     ids=str,
 )
 def test_a_strange_response_is_left_out_by_name(change: dict[str, Any], tmp_path: Path) -> None:
-    strange, fine = records(noise(0.1), responses=2)
+    strange_record, fine_record = records(noise(0.1), responses=2)
     path = tmp_path / "x_².jsonl"
-    path.write_text(json.dumps(strange | change) + "\n" + json.dumps(fine) + "\n")
-    read, told = told_of(path)
-    assert read == 1 and len(told) == 1 and "response 1" in told[0] and "left out" in told[0]
+    path.write_text(json.dumps(strange_record | change) + "\n" + json.dumps(fine_record) + "\n")
+
+    response_count, notes = read_dump(path)
+
+    assert response_count == 1
+    assert len(notes) == 1
+    assert "response 1" in notes[0]
+    assert "left out" in notes[0]
 
 
 def test_a_pipe_among_rollouts_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records(noise(0.1), responses=2)))
     put_pipe(tmp_path / "b.jsonl")
-    assert told_of(tmp_path)[0] == 2
+    assert read_dump(tmp_path)[0] == 2
 
 
 # Run folders
@@ -319,18 +337,16 @@ def read_run(folder: Path) -> None:
     checkpoints.best()
 
 
+# nine levels of lists, each of nine aliases of the one below: 9**9 values in a few hundred bytes
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n"
-ALIASES += "".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefghi"))
+ALIASES += "".join(f"{upper}: &{upper} [{', '.join([f'*{lower}'] * 9)}]\n" for lower, upper in pairwise("abcdefghi"))
 RUNS: dict[str, Callable[[Path], object]] = {
     "metrics without end": lambda run: put_link(run / "metrics.jsonl", "/dev/zero"),
     "metrics of elsewhere": lambda run: put_link(run / "metrics.jsonl", "/etc/passwd"),
     "a pipe of events": lambda run: put_pipe(run / "events.jsonl"),
     "settings of elsewhere": lambda run: put_link(run / "config.yaml", "/etc/passwd"),
     "settings without end": lambda run: (run / "config.yaml").write_text("[" * 5_000),
-    "settings by aliases": lambda run: (run / "config.yaml").write_text(
-        "a: &a [x, x, x, x, x, x, x, x, x]\n"
-        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
-    ),
+    "settings by aliases": lambda run: (run / "config.yaml").write_text(ALIASES),
     "an environment of elsewhere": lambda run: put_link(run / "environment.json", "/dev/zero"),
     "checksums without end": lambda run: put_link(run / "checkpoints" / "step-1" / "checksums.json", "/dev/zero"),
     "checksums of elsewhere": lambda run: (run / "checkpoints" / "step-1" / "checksums.json").write_text(
@@ -340,30 +356,32 @@ RUNS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture
-def stranger(tmp_path: Path) -> Path:
+def strangers_run(tmp_path: Path) -> Path:
+    """A run folder with metrics and an empty checkpoint."""
     run = run_folder(tmp_path / "run", [{"eval/policy_accuracy": 0.5}, {}])
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     return run
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_strangers_run_is_refused_by_name(name: str, stranger: Path) -> None:
-    RUNS[name](stranger)
-    assert str(stranger) in refused(lambda: read_run(stranger))
+def test_a_strangers_run_is_refused_by_name(name: str, strangers_run: Path) -> None:
+    RUNS[name](strangers_run)
+    assert str(strangers_run) in refusal_of(lambda: read_run(strangers_run))
 
 
-def test_the_best_checkpoint_lies_in_its_run(stranger: Path, tmp_path: Path) -> None:
+def test_a_best_checkpoint_outside_its_run_is_none(strangers_run: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    put_link(stranger / "checkpoints" / "best", str(tmp_path / "elsewhere"))
-    assert Checkpoints(stranger / "checkpoints", 2).best() is None
+    put_link(strangers_run / "checkpoints" / "best", str(tmp_path / "elsewhere"))
+    assert Checkpoints(strangers_run / "checkpoints", 2).best() is None
 
 
 def test_saved_rollouts_that_expand_beyond_all_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
-    repeated(tmp_path / "rollouts" / "iteration-000001.parquet", "x" * 2_000_000, 40)
+    write_repeated(tmp_path / "rollouts" / "iteration-000001.parquet", "x" * 2_000_000, rows=40)
     (file,), _ = list_rollout_files(tmp_path)
-    assert "expands to more than 2,000 times its size" in refused(lambda: read_columns(file, ["problem"]))
-    assert refused(lambda: read_columns(file, ["problem"])) == refused(lambda: read_columns(file))
+
+    assert "expands to more than 2,000 times its size" in refusal_of(lambda: read_columns(file, ["problem"]))
+    assert refusal_of(lambda: read_columns(file, ["problem"])) == refusal_of(lambda: read_columns(file))
     assert read_columns(file, ["answer"]).column_names == ["answer"]
 
 
@@ -372,10 +390,10 @@ def test_saved_rollouts_that_expand_beyond_all_are_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("shape", [[-1], [True], ["x"], [[1]], [2**70]])
 def test_a_message_with_a_strange_shape_is_refused(shape: list[Any]) -> None:
-    text = json.dumps([{"tensor": 0}, [["float32", shape]]]).encode()
-    forged = len(text).to_bytes(8, "little") + text + bytes(-len(text) % 8) + bytes(16)
+    header = json.dumps([{"tensor": 0}, [["float32", shape]]]).encode()
+    message_body = len(header).to_bytes(8, "little") + header + bytes(-len(header) % 8) + bytes(16)
     with pytest.raises(ValueError, match=r"shape|size|int"):
-        unpack(sealed(forged))
+        unpack(sealed(message_body))
 
 
 # Anything
@@ -406,10 +424,12 @@ def test_any_value_in_a_data_set_is_read_or_refused(column: str, value: Any, kin
 @FUZZED
 @given(column=st.sampled_from(sorted(next(records(noise(0.1), responses=1)))), value=ANY_JSON)
 def test_any_value_in_a_dump_is_read_or_left_out(column: str, value: Any, tmp_path: Path) -> None:
-    strange, fine = records(noise(0.1), responses=2, length=3)
-    (path := tmp_path / "a.jsonl").write_text(json.dumps(strange | {column: value}) + "\n" + json.dumps(fine) + "\n")
+    strange_record, fine_record = records(noise(0.1), responses=2, length=3)
+    (path := tmp_path / "a.jsonl").write_text(
+        json.dumps(strange_record | {column: value}) + "\n" + json.dumps(fine_record) + "\n"
+    )
     with suppress(JackpotError):
-        assert told_of(path)[0] in (1, 2)
+        assert read_dump(path)[0] in (1, 2)
 
 
 @pytest.mark.slow
@@ -420,7 +440,7 @@ def test_any_value_in_a_dump_is_read_or_left_out(column: str, value: Any, tmp_pa
 )
 def test_any_value_in_a_models_config_is_read_or_refused(key: str, value: Any, model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model", dirs_exist_ok=True))
-    changed("config.json", **{key: value})(folder)
+    json_change("config.json", **{key: value})(folder)
     with limits(), suppress(JackpotError):
         eos_token_ids(load_meta_model(folder))
 
@@ -438,21 +458,22 @@ def test_any_value_in_a_run_is_read_or_refused(file: str, value: Any, tmp_path: 
 
 @pytest.mark.slow
 @FUZZED
-@given(places=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=6))
-def test_a_message_of_other_bytes_is_read_or_refused(places: list[tuple[int, int]]) -> None:
-    """Also where its checksum is right."""
+@given(changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=6))
+def test_a_message_of_other_bytes_is_read_or_refused(changes: list[tuple[int, int]]) -> None:
+    """Also where its checksum is made right again."""
     message = pack({"do": "generate", "ids": torch.arange(6), "more": [1, "x", (None, 2.5)]})
-    for place, byte in places:
-        message[place % len(message)] = byte
-    for one in (message, sealed(message[8:].numpy().tobytes())):
+    for position, byte in changes:
+        message[position % len(message)] = byte
+
+    for received_message in (message, sealed(message[8:].numpy().tobytes())):
         with limits(), suppress(ValueError):
-            unpack(one)
+            unpack(received_message)
 
 
 # The door
 
 READS = {"read_text", "read_bytes", "read_table", "ParquetFile", "read_schema", "read_metadata", "safe_load"}
-OURS = {  # files that this process or its own machine wrote, or that come with the package; and the door itself
+EXEMPT_FILES = {  # files that this process or its own machine wrote, or that come with the package; and the door itself
     "core/foreign.py": "the door",
     "core/cores.py": "of the kernel",
     "core/limited.py": "of the kernel",
@@ -475,12 +496,14 @@ OURS = {  # files that this process or its own machine wrote, or that come with 
 def test_every_reader_of_files_goes_through_the_door() -> None:
     package = ROOT / "src" / "jackpot"
     strays = []
+
     for path in sorted(package.rglob("*.py")):
         text = path.read_text()
         name = path.relative_to(package).as_posix()
-        if name in OURS or "jackpot.core.foreign import" in text:
+        if name in EXEMPT_FILES or "jackpot.core.foreign import" in text:
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and (node.attr in READS or ast.unparse(node) == "torch.load"):
                 strays.append(f"{name}:{node.lineno} {node.attr}")
+
     assert not strays

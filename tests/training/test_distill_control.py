@@ -1,4 +1,4 @@
-"""`rollout_model.distill_control`: the weight of the distillation follows a target, in the learner and in runs."""
+"""`rollout_model.distill_control` moves the weight of the distillation so that a metric stays at its target."""
 
 import math
 from pathlib import Path
@@ -16,9 +16,20 @@ POLICY = smallest_model(0)
 WRITTEN = write(POLICY)
 
 
+def learner_of(control: DistillControlConfig | None, **changes):
+    """Return a learner whose policy stays; its own PPO loss drives the rollout model, a copy at first, away."""
+    objective = rollout_model_objective(distill_weight=0.05, clip_low=9.0, clip_high=9.0)
+    optimizer = OptimizerConfig(learning_rate=3e-3)
+    learner = make_learner(
+        POLICY, POLICY, optimizer=optimizer, rollout_objective=objective, distill_control=control, **changes
+    )
+    learner._optimizer._optimizers["policy"]._config = OptimizerConfig(learning_rate=1e-30)
+    return learner
+
+
 @pytest.mark.parametrize(
-    ("control", "measured", "wanted"),
-    [
+    ("control", "measurements", "expected_weight"),
+    [  # of a weight of 1
         (dict(target=0.1, horizon=2.0), dict(kl=0.11), 1.05),
         (dict(target=0.1, horizon=2.0), dict(kl=0.09), 0.95),
         (dict(target=0.1, horizon=2.0), dict(kl=5.0), 1.1),
@@ -34,41 +45,37 @@ WRITTEN = write(POLICY)
         (dict(metric="acceptance", target=0.9), dict(acceptance=math.nan), 1.0),
     ],
 )
-def test_the_weight_changes_by_the_error_over_the_horizon(control, measured, wanted) -> None:
-    both = {"kl": math.nan, "acceptance": math.nan} | measured
-    assert next_distill_weight(DistillControlConfig(**control), 1.0, **both) == pytest.approx(wanted, rel=1e-12)
-
-
-def learner_of(control: DistillControlConfig | None, **changes):
-    """The policy stays; the rollout model, which begins as the policy, is driven away by its own PPO loss."""
-    objective = rollout_model_objective(distill_weight=0.05, clip_low=9.0, clip_high=9.0)
-    optimizer = OptimizerConfig(learning_rate=3e-3)
-    learner = make_learner(
-        POLICY, POLICY, optimizer=optimizer, rollout_objective=objective, distill_control=control, **changes
+def test_the_weight_changes_by_the_error_over_the_horizon(control, measurements, expected_weight) -> None:
+    metric_values = {"kl": math.nan, "acceptance": math.nan} | measurements
+    assert next_distill_weight(DistillControlConfig(**control), 1.0, **metric_values) == pytest.approx(
+        expected_weight, rel=1e-12
     )
-    learner._optimizer._optimizers["policy"]._config = OptimizerConfig(learning_rate=1e-30)
-    return learner
 
 
 def test_models_stay_at_the_target_where_they_would_part() -> None:
-    held, free = learner_of(DistillControlConfig(target=0.05, horizon=1.0)), learner_of(None)
-    course = {
-        learner: [train(learner, batches(WRITTEN))[0].metrics for _ in range(steps)]
-        for learner, steps in ((held, 45), (free, 20))
-    }
-    last = {learner: [step[KL].value.item() for step in steps[-8:]] for learner, steps in course.items()}
-    assert sum(last[held]) / 8 == pytest.approx(0.05, rel=0.3)
-    assert min(last[free]) > 10 * 0.05
-    weights = [step["rollout_model/distill_weight"].value.item() for step in course[held]]
-    assert weights[0] == 0.05 and weights[1] == pytest.approx(0.05 * 0.8)  # the first step saw equal models
-    assert {step["rollout_model/distill_weight"].value.item() for step in course[free]} == {0.05}
+    controlled_learner, free_learner = learner_of(DistillControlConfig(target=0.05, horizon=1.0)), learner_of(None)
+
+    controlled_steps = [train(controlled_learner, batches(WRITTEN))[0].metrics for _ in range(45)]
+    free_steps = [train(free_learner, batches(WRITTEN))[0].metrics for _ in range(20)]
+
+    assert sum(step[KL].value.item() for step in controlled_steps[-8:]) / 8 == pytest.approx(0.05, rel=0.3)
+    assert min(step[KL].value.item() for step in free_steps[-8:]) > 10 * 0.05
+
+    weights = [step["rollout_model/distill_weight"].value.item() for step in controlled_steps]
+    assert weights[0] == 0.05
+    assert weights[1] == pytest.approx(0.05 * 0.8)  # the first step saw equal models
+    assert {step["rollout_model/distill_weight"].value.item() for step in free_steps} == {0.05}
 
 
 def test_the_weight_waits_for_a_step_of_the_rollout_model() -> None:
     learner = learner_of(DistillControlConfig(target=0.05), rollout_model_each_step=False)
-    results = [one for _ in range(2) for one in learner.train(batches(WRITTEN, mini_batch_size=4), False).steps]
-    weights = [one.metrics["rollout_model/distill_weight"].value.item() for one in results]
-    assert weights[:3] == [0.05] * 3 and weights[3] != 0.05 and weights[3:] == [weights[3]] * 3
+
+    results = [step for _ in range(2) for step in learner.train(batches(WRITTEN, mini_batch_size=4), trace=False).steps]
+
+    weights = [result.metrics["rollout_model/distill_weight"].value.item() for result in results]
+    assert weights[:3] == [0.05] * 3
+    assert weights[3] != 0.05
+    assert weights[3:] == [weights[3]] * 3
 
 
 @pytest.mark.slow
@@ -79,10 +86,14 @@ def test_a_run_keeps_its_acceptance_where_it_would_collapse(tmp_path: Path) -> N
         *("rollout_model.optimizer.learning_rate=1e-3", "policy.optimizer.learning_rate=5e-5"),
     )
     control = "rollout_model.distill_control={metric: acceptance, target: 0.92, horizon: 1}"
-    last = {}
-    for name, more in {"free": (), "held": (control,)}.items():
-        run(small_config(*overrides, *more), tmp_path / name)
-        last[name] = metrics(tmp_path / name)[-6:]
-    kl, acceptance = ({name: sum(line[one] for line in last[name]) / 6 for name in last} for one in (KL, ACCEPTANCE))
-    assert kl["free"] > 0.5 and kl["held"] < 0.5 * kl["free"]
-    assert acceptance["held"] > acceptance["free"] + 0.05
+
+    run(small_config(*overrides), tmp_path / "free")
+    run(small_config(*overrides, control), tmp_path / "controlled")
+
+    def mean(name: str, metric: str) -> float:
+        """Return the mean of a metric over the last six iterations of a run."""
+        return sum(line[metric] for line in metrics(tmp_path / name)[-6:]) / 6
+
+    assert mean("free", KL) > 0.5
+    assert mean("controlled", KL) < 0.5 * mean("free", KL)
+    assert mean("controlled", ACCEPTANCE) > mean("free", ACCEPTANCE) + 0.05

@@ -1,4 +1,4 @@
-"""Runs in which the policy generates the rollouts and the rollout model drafts them."""
+"""A run trains as usual while the policy generates the rollouts and the rollout model drafts them."""
 
 from contextlib import closing
 
@@ -15,40 +15,47 @@ DRAFTED = ("rollout_model.share=0.0", "engine.draft={tokens: 2}")
 
 def test_the_policy_generates_what_a_fresh_rollout_model_drafts(tmp_path):
     config = small_config(*DRAFTED, "batch.ahead=1", "iterations=2")
+
     run(config, tmp_path)
+
     lines = read_lines(tmp_path)[1:]
     for line in lines:
         assert line["sampling/rollout_model_share"] == 0.0
-        assert 1.0 < line["draft/accepted_length"] <= 3.0 and 0.0 < line["draft/acceptance"] <= 1.0
+        assert 1.0 < line["draft/accepted_length"] <= 3.0
+        assert 0.0 < line["draft/acceptance"] <= 1.0
         assert line["draft/policy_passes_per_token"] < 1.0
         assert line["rollout_model/grad_norm"] > 0.0  # it is still trained
         assert line["rollout_model/weight"] is None  # of its own tokens, of which there are none
+
     assert lines[0]["mismatch/engine_gap"] < 1e-5  # the weights of the next batch, generated ahead, have moved on
     assert lines[0]["obrs/acceptance"] > 0.999
+
     checks = [event for event in RunFolder(tmp_path).read("events.jsonl") if event["event"] == "engine_check"]
-    assert checks and {event["model"] for event in checks} == {"policy"}
+    assert checks
+    assert {event["model"] for event in checks} == {"policy"}
 
 
 def test_the_drafting_model_has_the_newest_weights(tmp_path):
-    held, evaluates_at_the_ends = [], "evaluation.every=9"
+    config = small_config(SHORT, "iterations=2", *DRAFTED, "evaluation.every=9")  # evaluates at the ends alone
+    versions = []
 
     def listen(line):
-        parts = trainer._components
-        held.append((parts.engine.version, parts.policy_engine.version, parts.learner.version))
+        components = trainer._components
+        versions.append((components.engine.version, components.policy_engine.version, components.learner.version))
 
-    with closing(
-        launch(small_config(SHORT, "iterations=2", *DRAFTED, evaluates_at_the_ends), tmp_path, listen)
-    ) as trainer:
+    with closing(launch(config, tmp_path, listen)) as trainer:
         trainer.train()
-    assert [drafter.rollout_model for drafter, _, _ in held] == [0, 1, 2]
-    assert all(drafter == policy == newest for drafter, policy, newest in held)
+
+    assert [drafter.rollout_model for drafter, _, _ in versions] == [0, 1, 2]
+    assert all(drafter == newest for drafter, _, newest in versions)
+    assert all(policy == newest for _, policy, newest in versions)
 
 
 STEP = "rollout_model.share={schedule: step, hold: 2}"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "finished", "roles"),
+    ("overrides", "iteration", "roles"),
     [
         (DRAFTED, 1, {"policy", "rollout_model"}),
         (DRAFTED[:1], 1, {"policy"}),
@@ -59,35 +66,42 @@ STEP = "rollout_model.share={schedule: step, hold: 2}"
         ((STEP, DRAFTED[1]), 2, {"policy", "rollout_model"}),
     ],
 )
-def test_who_generates_or_drafts_next_needs_new_weights(overrides, finished, roles):
+def test_who_generates_or_drafts_next_needs_new_weights(overrides, iteration, roles):
     config = small_config(*overrides)
-    names = dict.fromkeys(("task", "tokenizer", "engine", "policy_engine", "learner"))
-    assert RunComponents(config=config, costs={}, **names).next_writers(finished).keys() == roles
+    absent_parts = dict.fromkeys(("task", "tokenizer", "engine", "policy_engine", "learner"))
+    assert RunComponents(config=config, costs={}, **absent_parts).next_writers(iteration).keys() == roles
 
 
 def test_drafts_count_in_the_flops(tmp_path):
-    lines = {}
+    flops_per_token = {}
+
     for name, overrides in {"alone": DRAFTED[:1], "drafted": DRAFTED}.items():
         run(small_config(*overrides, "iterations=1", "batch.prompts=2", "evaluation.problems=2"), tmp_path / name)
         line = read_lines(tmp_path / name)[1]
-        lines[name] = line["flops/rollout"] / line["tokens/rollout"]
-        reads = line.get("draft/policy_reads")
-    assert reads < lines["drafted"] / lines["alone"] < 2.0 * reads
+        flops_per_token[name] = line["flops/rollout"] / line["tokens/rollout"]
+        reads = line.get("draft/policy_reads")  # of the drafted run, the last one
+
+    assert reads < flops_per_token["drafted"] / flops_per_token["alone"] < 2.0 * reads
 
 
 @pytest.mark.slow
 def test_a_drafted_run_that_was_killed_ends_as_one_that_was_not(tmp_path):
     config = small_config(*DRAFTED[:1], "engine.draft={tokens: auto}")
+
     run_and_copy(config, tmp_path / "whole", tmp_path / "killed", after=2)
     run(config, tmp_path / "killed")
+
     assert_same_run(tmp_path / "whole", tmp_path / "killed", ["policy", "rollout_model"])
 
 
 def test_relaxed_drafts_are_corrected_as_what_drew_them(tmp_path):
     run(small_config(*DRAFTED[:1], "engine.draft={tokens: 2, lam: 0.3}", "iterations=1"), tmp_path)
+
     line = read_lines(tmp_path)[1]
-    assert line["mismatch/engine_gap"] > 1e-3 > 1e-5 > line["eval/policy_engine_gap"]  # evaluations are exact
-    assert line["mismatch/ratio"] == pytest.approx(1.0, abs=0.1) and line["obrs/acceptance"] < 0.999
+    assert line["mismatch/engine_gap"] > 1e-3
+    assert line["eval/policy_engine_gap"] < 1e-5  # evaluations are exact
+    assert line["mismatch/ratio"] == pytest.approx(1.0, abs=0.1)
+    assert line["obrs/acceptance"] < 0.999
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Lies and honest oddities of a server: a real tiny model behind vLLM's protocol, our client, and a real learner.
+"""Each lie of a server is named by the checks of a run in time, and no honest oddity is refused.
+
+A real tiny model stands behind vLLM's protocol, with our client and a real learner.
 
 Each lie is named within the tokens beside it, about twice the most that it took with seeds 1 to 3 (here it is seed 0).
 """
@@ -27,7 +29,7 @@ from jackpot.training.components import send_weights
 from jackpot.training.guards import EngineCheck
 
 AT_ONCE = 2_000  # tokens, less than two batches: such lies are named in the first one
-GROUP, TOP, LONGEST = 4, 8, 20
+GROUP, TOP, LONGEST = 4, 8, 20  # responses to a prompt, entries of a list, tokens of a response
 # Of the run, where a lie needs it to be one, or not to be seen by the quick checks of 16 tokens of 16 responses.
 SETTINGS: dict[str, dict[str, Any]] = {
     "raw log-probs": {"sampling": {"temperature": 0.7}},
@@ -71,134 +73,145 @@ class Run:
             version=Version(0, 0),
         )
         self.check = EngineCheck(self.config, self.learner, "rollout_model", lambda iteration, event: None)
-        self.tokens, self.seed, self.prompts = 0, seed, prompts
+        self.tokens = 0  # generated so far
+        self.seed, self.prompts = seed, prompts
 
-    def iterate(self, number: int, prompts: int = 0, group: int = GROUP, **sampling: Any) -> None:
-        """Do iteration `number`."""
+    def iterate(self, iteration: int, prompts: int = 0, group: int = GROUP, **sampling: Any) -> None:
+        """Generate, check, train and check once more."""
         send_weights(self.engine, self.learner.weights("rollout_model"), self.learner.version)
-        draw = np.random.default_rng([self.seed, number])
-        asked, requests = self.config.sampling.model_copy(update=sampling), []
-        for place in range(prompts or self.prompts):
-            ids = tuple(draw.integers(2, VOCAB_SIZE, 2 + place % 5).tolist())
-            prompt = Prompt(uid=f"{number}/{place}", text="", answer="", token_ids=ids)
+        draw = np.random.default_rng([self.seed, iteration])
+        iteration_sampling = self.config.sampling.model_copy(update=sampling)
+        requests = []
+        for prompt_index in range(prompts or self.prompts):
+            ids = tuple(draw.integers(2, VOCAB_SIZE, 2 + prompt_index % 5).tolist())
+            prompt = Prompt(uid=f"{iteration}/{prompt_index}", text="", answer="", token_ids=ids)
             requests += [
-                Request(uid=f"{prompt.uid}#{one}", prompt=prompt, seed=int(draw.integers(2**62)), sampling=asked)
-                for one in range(group)
+                Request(
+                    uid=f"{prompt.uid}#{index}",
+                    prompt=prompt,
+                    seed=int(draw.integers(2**62)),
+                    sampling=iteration_sampling,
+                )
+                for index in range(group)
             ]
 
         rollouts = self.engine.generate(requests)
-        self.tokens += sum(len(one.token_ids) for one in rollouts)
-        self.check.check_batch(self.engine, rollouts, number)
-        _, gaps = self.learner.train(batches([scored(one, draw.normal()) for one in rollouts]), trace=False)
-        self.check.check_gaps(self.engine, rollouts, gaps, number)
+        self.tokens += sum(len(rollout.token_ids) for rollout in rollouts)
+        self.check.check_batch(self.engine, rollouts, iteration)
+        _, gaps = self.learner.train(batches([scored(rollout, draw.normal()) for rollout in rollouts]), trace=False)
+        self.check.check_gaps(self.engine, rollouts, gaps, iteration)
 
 
 def tokens_until_named(lie: Lie, why: str, limit: int, folder: Path, seed: int = 0, **changes: Any) -> int:
-    """The tokens that a server with the lie has generated when an error names it."""
+    """Return the tokens that a server with the lie has generated when an error names it."""
     with closing(ModelServer(lie)) as server, closing((run := Run(folder, server, seed, **changes)).engine):
         with pytest.raises(JackpotError, match=why):
-            for number in range(1, 1000):
-                run.iterate(number)
+            for iteration in range(1, 1000):
+                run.iterate(iteration)
                 assert run.tokens < limit, f"not named in {run.tokens} tokens"
-        assert run.tokens <= limit
         return run.tokens
 
 
 def reporting(**changes: float):
-    """Samples by changed settings, and reports what it was asked for."""
+    """Return what samples by changed settings, and reports what was asked for."""
     return lambda step: (step.log_probs(**changes), step.log_probs())
 
 
 def biased(step: Step, bias: float = 0.5, token: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token more often than is reported."""
     return step.log_probs(step.logits + bias * (torch.arange(VOCAB_SIZE) == token)), step.log_probs()
 
 
 def repeating(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """A repetition penalty of 1.3, as servers apply it to what the response has already."""
+    """Sample with a repetition penalty of 1.3, as servers apply it to what the response has already."""
     logits = step.logits
-    there = torch.zeros_like(logits).scatter(1, step.drawn, 1.0) > 0.0
-    return step.log_probs(
-        torch.where(there, torch.where(logits > 0, logits / 1.3, logits * 1.3), logits)
-    ), step.log_probs()
+    is_drawn = torch.zeros_like(logits).scatter(1, step.drawn, 1.0) > 0.0
+    penalized = torch.where(logits > 0, logits / 1.3, logits * 1.3)
+    return step.log_probs(torch.where(is_drawn, penalized, logits)), step.log_probs()
 
 
 def late(step: Step, sampled: torch.Tensor, reported: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lies from the fourth batch on, after the 16th token."""
+    """Lie from the fourth batch on, after the 16th token."""
     is_late = step.batch >= 4 and step.drawn.shape[1] >= 16
     return (sampled, reported) if is_late else honest(step)
 
 
 def sharper(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample at temperature 0.8 and report it so."""
     sharp = step.log_probs(temperature=0.8)
     return late(step, sharp, sharp)
 
 
 def wrong(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of a token are 2 % off."""
+    """Report log-probs that are 2 % off."""
     return late(step, step.log_probs(), step.log_probs() * 1.02)
 
 
 def shifted():
-    """Reports every token's log-prob, and the list, of the token before: those of the model one token earlier."""
-    before: list[torch.Tensor] = []
+    """Return what reports every token's log-prob, and the list, of the token before."""
+    distributions: list[torch.Tensor] = []
 
     def draw(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        before[step.drawn.shape[1] :] = [step.log_probs()]
-        return before[-1], before[max(0, len(before) - 2)]
+        distributions[step.drawn.shape[1] :] = [step.log_probs()]
+        return distributions[-1], distributions[max(0, len(distributions) - 2)]
 
     return draw
 
 
 def cached():
-    """A cache of answers: the first one to each prompt."""
+    """Return a cache of answers: the first one to each prompt."""
     answers: dict[tuple[int, ...], Choice] = {}
-    return lambda choices: [answers.setdefault(tuple(one["prompt_token_ids"]), one) for one in choices]
+    return lambda choices: [answers.setdefault(tuple(choice["prompt_token_ids"]), choice) for choice in choices]
 
 
 def each(change):
-    """Changes (token ids, log-probs, lists) of every answer, by (name, value) pairs for the rest of it."""
+    """Return what changes (token ids, log-probs, lists) of every answer, by (name, value) pairs for the rest of it."""
 
     def answers(choices: list[Choice]) -> list[Choice]:
-        return [one | change(one) for one in choices]
+        return [choice | change(choice) for choice in choices]
 
     return answers
 
 
-def log_probs(one: Choice, change) -> Choice:
+def changed_log_probs(choice: Choice, change) -> Choice:
     """Change every log-prob of an answer."""
-    own, tops = one["logprobs"]["token_logprobs"], one["logprobs"]["top_logprobs"]
+    token_log_probs, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
     return {
         "logprobs": {
-            "token_logprobs": [change(value) for value in own],
+            "token_logprobs": [change(value) for value in token_log_probs],
             "top_logprobs": [{name: change(value) for name, value in top.items()} for top in tops],
         }
     }
 
 
 def of_another_request(choices: list[Choice]) -> list[Choice]:
-    """Each has the log-probs of the next one of its length."""
-    lengths: dict[int, list[Choice]] = {}
-    for one in choices:
-        lengths.setdefault(len(one["token_ids"]), []).append(one)
-    others = {id(one): same[place - 1] for same in lengths.values() for place, one in enumerate(same)}
-    return [one | {"logprobs": others[id(one)]["logprobs"]} for one in choices]
+    """Give each answer the log-probs of the next one of its length."""
+    choices_by_length: dict[int, list[Choice]] = {}
+    for choice in choices:
+        choices_by_length.setdefault(len(choice["token_ids"]), []).append(choice)
+    others = {
+        id(choice): same_length[index - 1]
+        for same_length in choices_by_length.values()
+        for index, choice in enumerate(same_length)
+    }
+    return [choice | {"logprobs": others[id(choice)]["logprobs"]} for choice in choices]
 
 
-def without_the_sampled(one: Choice) -> Choice:
-    """Lists are of the tokens that were not drawn; the server was asked for one more."""
-    own, tops = one["logprobs"]["token_logprobs"], one["logprobs"]["top_logprobs"]
+def without_the_sampled(choice: Choice) -> Choice:
+    """Leave the drawn tokens out of lists; the server was asked for one more."""
+    token_log_probs, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
     lists = []
-    for token, top in zip(one["token_ids"], tops, strict=True):
+    for token, top in zip(choice["token_ids"], tops, strict=True):
         others = [(name, value) for name, value in top.items() if name != f"token_id:{token}"]
         lists.append(dict(sorted(others, key=lambda entry: -entry[1])[:TOP]))
-    return {"logprobs": {"token_logprobs": own, "top_logprobs": lists}}
+    return {"logprobs": {"token_logprobs": token_log_probs, "top_logprobs": lists}}
 
 
-def without_the_end(one: Choice) -> Choice:
-    """Responses that stopped lack their stop token."""
-    end = len(one["token_ids"]) - (one["finish_reason"] == "stop")
-    columns = {name: column[:end] for name, column in one["logprobs"].items()}
-    return {"token_ids": one["token_ids"][:end], "logprobs": columns}
+def without_the_end(choice: Choice) -> Choice:
+    """Leave the stop token out of responses that stopped."""
+    end = len(choice["token_ids"]) - (choice["finish_reason"] == "stop")
+    columns = {name: column[:end] for name, column in choice["logprobs"].items()}
+    return {"token_ids": choice["token_ids"][:end], "logprobs": columns}
 
 
 def stale(weights: dict[str, torch.Tensor], batch: int) -> dict[str, torch.Tensor]:
@@ -210,12 +223,16 @@ def of_another_model(weights: dict[str, torch.Tensor], batch: int) -> dict[str, 
 
 
 def in_int8(weights: dict[str, torch.Tensor], batch: int) -> dict[str, torch.Tensor]:
+    """Round matrices to 8 bits a row."""
     scales = {
-        name: one.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127 for name, one in weights.items() if one.dim() > 1
+        name: weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+        for name, weight in weights.items()
+        if weight.dim() > 1
     }
     return weights | {name: (weights[name] / scale).round() * scale for name, scale in scales.items()}
 
 
+# what errors say
 OTHERWISE = r"reports one distribution and samples from another"
 EQUAL = r"equal far more often .*one seed"
 NOT_THOSE = r"log-probs are not those of the distribution"
@@ -243,10 +260,14 @@ LIES: dict[str, tuple[Lie, str, int]] = {
     ),
     "log-probs shifted": (Lie(draw=shifted()), NOT_THOSE, AT_ONCE),
     "log-probs of another": (Lie(answers=of_another_request), NOT_THOSE + r"|two log-probs|9 top log-probs", AT_ONCE),
-    "probabilities": (Lie(answers=each(lambda one: log_probs(one, np.exp))), r"not log-probs", AT_ONCE),
-    "base 2": (Lie(answers=each(lambda one: log_probs(one, lambda value: value / np.log(2.0)))), NOT_THOSE, AT_ONCE),
+    "probabilities": (Lie(answers=each(lambda choice: changed_log_probs(choice, np.exp))), r"not log-probs", AT_ONCE),
+    "base 2": (
+        Lie(answers=each(lambda choice: changed_log_probs(choice, lambda value: value / np.log(2.0)))),
+        NOT_THOSE,
+        AT_ONCE,
+    ),
     "mass above 1": (
-        Lie(answers=each(lambda one: log_probs(one, lambda value: min(value + 0.5, 0.0)))),
+        Lie(answers=each(lambda choice: changed_log_probs(choice, lambda value: min(value + 0.5, 0.0)))),
         "sum to",
         AT_ONCE,
     ),
@@ -256,7 +277,7 @@ LIES: dict[str, tuple[Lie, str, int]] = {
         AT_ONCE,
     ),
     "unknown ids": (
-        Lie(answers=each(lambda one: {"token_ids": [99, *one["token_ids"][1:]]})),
+        Lie(answers=each(lambda choice: {"token_ids": [99, *choice["token_ids"][1:]]})),
         "another vocabulary",
         AT_ONCE,
     ),
@@ -283,7 +304,8 @@ QUICK = (
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LIES])
 def test_each_lie_is_named_in_time(name: str, tmp_path: Path) -> None:
     lie, why, limit = LIES[name]
-    tokens_until_named(lie, why, limit, tmp_path, **SETTINGS.get(name, {}))
+    tokens = tokens_until_named(lie, why, limit, tmp_path, **SETTINGS.get(name, {}))
+    assert tokens <= limit
 
 
 class Oddity(NamedTuple):
@@ -291,24 +313,26 @@ class Oddity(NamedTuple):
 
     server: Mapping[str, Any] = MappingProxyType({})
     run: Mapping[str, Any] = MappingProxyType({})
-    iteration: Callable[[int], dict[str, Any]] = lambda number: {}
+    iteration: Callable[[int], dict[str, Any]] = lambda iteration: {}
     restarts: bool = False
 
 
 ODDITIES = {
     "another kernel": Oddity(),
-    "bf16": Oddity({"dtype": torch.bfloat16}, {"dtype": "bf16"}),
-    "bf16, weights that move fast": Oddity({"dtype": torch.bfloat16}, {"dtype": "bf16", "learning_rate": 1e-2}),
-    "INT8 weights": Oddity({}, {"quantization": "int8_w8a16"}),
-    "INT8 weights that move fast": Oddity({}, {"quantization": "int8_w8a16", "learning_rate": 1e-2}),
+    "bf16": Oddity(server={"dtype": torch.bfloat16}, run={"dtype": "bf16"}),
+    "bf16, weights that move fast": Oddity(
+        server={"dtype": torch.bfloat16}, run={"dtype": "bf16", "learning_rate": 1e-2}
+    ),
+    "INT8 weights": Oddity(run={"quantization": "int8_w8a16"}),
+    "INT8 weights that move fast": Oddity(run={"quantization": "int8_w8a16", "learning_rate": 1e-2}),
     "restarts": Oddity(restarts=True),
-    "decoded three at a time": Oddity({"most": 3}, {"prompts": 6}),
-    "one-token responses": Oddity(iteration=lambda number: {"max_new_tokens": 1 + 19 * (number % 2)}),
-    "responses that grow": Oddity(iteration=lambda number: {"max_new_tokens": 7 * number}),
-    "all batch sizes": Oddity(iteration=lambda number: {"prompts": 1 + 5 * number % 16, "group": 1 + number}),
-    "top-k": Oddity({}, {"sampling": {"top_k": 6}}),
-    "top-p": Oddity({}, {"sampling": {"top_p": 0.8}}),
-    "nearly greedy": Oddity({}, {"sampling": {"temperature": 0.15}}),
+    "decoded three at a time": Oddity(server={"most": 3}, run={"prompts": 6}),
+    "one-token responses": Oddity(iteration=lambda iteration: {"max_new_tokens": 1 + 19 * (iteration % 2)}),
+    "responses that grow": Oddity(iteration=lambda iteration: {"max_new_tokens": 7 * iteration}),
+    "all batch sizes": Oddity(iteration=lambda iteration: {"prompts": 1 + 5 * iteration % 16, "group": 1 + iteration}),
+    "top-k": Oddity(run={"sampling": {"top_k": 6}}),
+    "top-p": Oddity(run={"sampling": {"top_p": 0.8}}),
+    "nearly greedy": Oddity(run={"sampling": {"temperature": 0.15}}),
 }
 
 
@@ -316,13 +340,15 @@ ODDITIES = {
 @pytest.mark.parametrize("name", ODDITIES)
 def test_honest_oddities_are_never_refused(name: str, tmp_path: Path) -> None:
     oddity = ODDITIES[name]
+
     with (
         closing(ModelServer(Lie(), **oddity.server)) as server,
         closing((run := Run(tmp_path, server, **oddity.run)).engine),
     ):
-        for number in range(1, 8):
-            if oddity.restarts and number % 2:
+        for iteration in range(1, 8):
+            if oddity.restarts and iteration % 2:
                 server.restart()
-            run.iterate(number, **oddity.iteration(number))
+            run.iterate(iteration, **oddity.iteration(iteration))
+
     assert run.check._gap_evidence._batches == (0 if name == "top-p" else 7)
     assert run.check._gap_evidence._bets.share < 0.1

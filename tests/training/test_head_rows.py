@@ -18,14 +18,14 @@ from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_model
 from jackpot.rollout.engines.base import Engine, Request
 
-LONG = VOCAB + 3
+LONG = VOCAB + 3  # rows of a longer output layer
 CPU, FIRST = torch.device("cpu"), Version(0, 0)
 ROLES = ("policy", "rollout_model")
 UNLIKE = ("seconds", "cpu_seconds", "speed", "memory", "flops")  # metrics of time, and of all rows
 
 
 def save_pairs(folder: Path, longer: str, tied: bool) -> list[Path]:
-    """The folder of a pair in which one model has a longer output layer, and that of the pair with it cut."""
+    """Save a pair of models, one with a longer output layer, and the pair with it cut; return their folders."""
     for seed, role in enumerate(ROLES):
         size = LONG if role == longer else VOCAB
         model = tiny_model(seed, size, hidden_size=32, intermediate_size=48, tie_word_embeddings=tied)
@@ -35,74 +35,86 @@ def save_pairs(folder: Path, longer: str, tied: bool) -> list[Path]:
     return [folder / "long", folder / "cut"]
 
 
-@pytest.mark.parametrize(("longer", "tied"), [("policy", False), ("rollout_model", True)])
-def test_joint_steps_are_those_of_cut_output_layers(longer: str, tied: bool, tmp_path: Path) -> None:
-    """With exact Z and KLs, a reference, and top-k lists; the rows beyond stay as they are."""
-    folders = save_pairs(tmp_path, longer, tied)
-    configs = [
-        config_of(one, "objective.correction.normalizer=exact", "objective.reference={kl_loss_coef: 0.1}")
-        for one in folders
-    ]
-    samples = samples_of(folders[1])
-    found, wanted = (train(learner_of(one, False), one, samples, 80, 0, 1, rollout_batches=1) for one in configs)
-
-    for ours, theirs in zip(found["metrics"], wanted["metrics"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, equal_nan=True)
-    for uid, scores in wanted["scores"].items():
-        torch.testing.assert_close(found["scores"][uid], scores, rtol=1e-5, atol=1e-6)
-
-    start = dict(load_model(folders[0] / longer, torch.float32).named_parameters())
-    for name, weight in wanted["weights"].items():
-        role, _, short = name.partition("/")
-        ours, rows = found["weights"][name], len(weight)
-        torch.testing.assert_close(ours[:rows], weight, rtol=1e-5, atol=1e-7)
-        if role == longer:
-            assert torch.equal(ours[rows:], start[short][rows:])
-            assert len(ours) == rows + 3 * (rows == VOCAB)
-
-
-def request(first: int, seed: int) -> Request:
-    prompt = Prompt(uid=f"{first}", text="", answer="", token_ids=(first, 3, 4))
+def request(first_id: int, seed: int) -> Request:
+    prompt = Prompt(uid=f"{first_id}", text="", answer="", token_ids=(first_id, 3, 4))
     sampling = Sampling(max_new_tokens=16, num_top_log_probs=VOCAB)
-    return Request(uid=f"{first}#{seed}", prompt=prompt, seed=seed, sampling=sampling)
+    return Request(uid=f"{first_id}#{seed}", prompt=prompt, seed=seed, sampling=sampling)
 
 
-REQUESTS = [request(first, seed) for first in (2, 7, VOCAB - 1) for seed in range(4)]
+REQUESTS = [request(first_id, seed) for first_id in (2, 7, VOCAB - 1) for seed in range(4)]
 
 
 def engines(folder: Path, tied: bool = True, **settings: object) -> list[Engine]:
-    """An engine of a model that is cut to fewer rows, and one of the model that was saved with fewer."""
+    """Return an engine of a model that is cut to fewer rows, and one of the model that was saved with fewer."""
     folders = save_pairs(folder, "policy", tied)
     config = TransformersEngineConfig(**settings)
-    return [make_engine(config, str(one / "policy"), CPU, FIRST, None, VOCAB) for one in folders]
+    return [make_engine(config, str(pair / "policy"), CPU, FIRST, drafter=None, rows=VOCAB) for pair in folders]
+
+
+@pytest.mark.parametrize(("longer", "tied"), [("policy", False), ("rollout_model", True)])
+def test_joint_steps_are_those_of_cut_output_layers(longer: str, tied: bool, tmp_path: Path) -> None:
+    """With exact Z and KLs, a reference, and top-k lists; the rows beyond stay as they are."""
+    long_pair, cut_pair = save_pairs(tmp_path, longer, tied)
+    configs = [
+        config_of(pair, "objective.correction.normalizer=exact", "objective.reference={kl_loss_coef: 0.1}")
+        for pair in (long_pair, cut_pair)
+    ]
+    samples = samples_of(cut_pair)
+
+    result, expected_result = (
+        train(learner_of(config, is_sharded=False), config, samples, budget=80, rank=0, ranks=1, rollout_batches=1)
+        for config in configs
+    )
+
+    for step_metrics, expected_metrics in zip(result["metrics"], expected_result["metrics"], strict=True):
+        torch.testing.assert_close(step_metrics, expected_metrics, rtol=1e-5, atol=1e-7, equal_nan=True)
+    for uid, scores in expected_result["scores"].items():
+        torch.testing.assert_close(result["scores"][uid], scores, rtol=1e-5, atol=1e-6)
+
+    start = dict(load_model(long_pair / longer, torch.float32).named_parameters())
+    for name, expected_weight in expected_result["weights"].items():
+        role, _, parameter_name = name.partition("/")
+        weight, rows = result["weights"][name], len(expected_weight)
+        torch.testing.assert_close(weight[:rows], expected_weight, rtol=1e-5, atol=1e-7)
+        if role == longer:
+            assert torch.equal(weight[rows:], start[parameter_name][rows:])
+            assert len(weight) == rows + 3 * (rows == VOCAB)
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8_w8a8"}, {"head_dtype": "fp32", "dtype": "bf16"}])
 def test_an_engine_samples_from_the_rows_that_both_have(settings: dict[str, str], tmp_path: Path) -> None:
-    ours, cut = engines(tmp_path, tied=not settings, **settings)
-    with closing(ours), closing(cut):
-        assert ours.capabilities.vocab_size == ours.capabilities.num_top_log_probs == VOCAB
-        found, wanted = ours.generate(REQUESTS), cut.generate(REQUESTS)
-        for one, other in zip(found, wanted, strict=True):
-            assert one.token_ids.equal(other.token_ids) and one.top_ids.equal(other.top_ids)
-            torch.testing.assert_close(one.rollout_log_probs, other.rollout_log_probs)
-            torch.testing.assert_close(one.top_log_probs.exp().sum(-1), torch.ones(len(one.token_ids)))
-        torch.testing.assert_close(ours.score(found, 0.7), cut.score(found, 0.7))
+    long_engine, cut_engine = engines(tmp_path, tied=not settings, **settings)
+
+    with closing(long_engine), closing(cut_engine):
+        assert long_engine.capabilities.vocab_size == VOCAB
+        assert long_engine.capabilities.num_top_log_probs == VOCAB
+
+        rollouts = long_engine.generate(REQUESTS)
+        for rollout, expected_rollout in zip(rollouts, cut_engine.generate(REQUESTS), strict=True):
+            assert rollout.token_ids.equal(expected_rollout.token_ids)
+            assert rollout.top_ids.equal(expected_rollout.top_ids)
+            torch.testing.assert_close(rollout.rollout_log_probs, expected_rollout.rollout_log_probs)
+            torch.testing.assert_close(rollout.top_log_probs.exp().sum(-1), torch.ones(len(rollout.token_ids)))
+        torch.testing.assert_close(long_engine.score(rollouts, 0.7), cut_engine.score(rollouts, 0.7))
 
         with pytest.raises(EngineError, match=f" {VOCAB}.* {VOCAB - 1}"):
-            ours.submit([request(VOCAB, 0)])
+            long_engine.submit([request(VOCAB, 0)])
 
 
 def test_a_draft_model_has_the_rows_of_the_policy(tmp_path: Path) -> None:
-    long, cut = save_pairs(tmp_path, "rollout_model", tied=True)
-    written = []
-    for folder in (long, cut):
-        drafter = make_engine(TransformersEngineConfig(), str(folder / "rollout_model"), CPU, FIRST, None, VOCAB)
+    long_pair, cut_pair = save_pairs(tmp_path, "rollout_model", tied=True)
+    token_ids = []
+
+    for folder in (long_pair, cut_pair):
+        drafter = make_engine(
+            TransformersEngineConfig(), str(folder / "rollout_model"), CPU, FIRST, drafter=None, rows=VOCAB
+        )
         settings = TransformersEngineConfig(draft={"tokens": 3})
         engine = make_engine(settings, str(folder / "policy"), CPU, FIRST, drafter, VOCAB)
         with closing(drafter), closing(engine):
-            written.append([rollout.token_ids.tolist() for rollout in engine.generate(REQUESTS)])
-    assert written[0] == written[1]
+            token_ids.append([rollout.token_ids.tolist() for rollout in engine.generate(REQUESTS)])
+
+    assert token_ids[0] == token_ids[1]
 
 
 @pytest.mark.parametrize(
@@ -117,13 +129,18 @@ def test_a_run_is_that_of_models_of_one_length(
 ) -> None:
     save_longer(f"starter:{longer}", tmp_path / "long")
     settings = ("iterations=2", *BRIEF, *overrides)
+
     run(small_config(*settings, f"{longer}.path={tmp_path / 'long'}"), tmp_path / "run")
-    plain = finished_run(*settings)
-    for found, wanted in zip(read_lines(tmp_path / "run"), read_lines(plain), strict=True):
-        numbers = {name: value for name, value in wanted.items() if name.split("/")[0] not in UNLIKE}
-        torch.testing.assert_close({name: found[name] for name in numbers}, numbers, rtol=1e-4, atol=1e-5)
+
+    plain_run = finished_run(*settings)
+    for line, expected_line in zip(read_lines(tmp_path / "run"), read_lines(plain_run), strict=True):
+        expected_metrics = {name: value for name, value in expected_line.items() if name.split("/")[0] not in UNLIKE}
+        torch.testing.assert_close(
+            {name: line[name] for name in expected_metrics}, expected_metrics, rtol=1e-4, atol=1e-5
+        )
+
     for role in ROLES:
-        for name, weight in weights(plain, role).items():
-            found = weights(tmp_path / "run", role)[name]
-            torch.testing.assert_close(found[: len(weight)], weight, rtol=1e-4, atol=1e-6)
-            assert len(found) == len(weight) + 7 * (role == longer and "embed_tokens" in name)
+        for name, expected_weight in weights(plain_run, role).items():
+            weight = weights(tmp_path / "run", role)[name]
+            torch.testing.assert_close(weight[: len(expected_weight)], expected_weight, rtol=1e-4, atol=1e-6)
+            assert len(weight) == len(expected_weight) + 7 * (role == longer and "embed_tokens" in name)

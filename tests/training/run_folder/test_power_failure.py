@@ -1,4 +1,4 @@
-"""What is on the disk at any moment: content before its name, lines before the checkpoint that counts on them."""
+"""A power failure leaves whole files: content is flushed before its name, lines before their checkpoint."""
 
 import errno
 import os
@@ -20,12 +20,12 @@ class Disk:
 
     Args:
         home: the paths are relative to it.
-        fails: number of the call that fails, from 1; 0: none.
+        failing_call: number of the call that fails, from 1; 0: none.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, fails: int = 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, failing_call: int = 0) -> None:
         self.calls: list[str] = []
-        self._home, self._fails = home, fails
+        self._home, self._failing_call = home, failing_call
         monkeypatch.setattr(os, "fsync", self._recorded(os.fsync, lambda file: f"flush {self._name(_path(file))}"))
         for name in ("rename", "replace"):
             call = self._recorded(getattr(Path, name), lambda old, new: f"rename {self._name(old)} {self._name(new)}")
@@ -34,7 +34,7 @@ class Disk:
     def _recorded(self, call: Callable, describe: Callable[..., str]) -> Callable:
         def recorded(*arguments):
             self.calls.append(describe(*arguments))
-            if len(self.calls) == self._fails:
+            if len(self.calls) == self._failing_call:
                 raise OSError(errno.EIO, "Input/output error")
             return call(*arguments)
 
@@ -49,63 +49,79 @@ def _path(descriptor: int) -> Path:
 
 
 @contextmanager
-def disk(home: Path, fails: int = 0) -> Iterator[Disk]:
+def recorded_disk(home: Path, failing_call: int = 0) -> Iterator[Disk]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        yield Disk(monkeypatch, home.resolve(), fails)
+        yield Disk(monkeypatch, home.resolve(), failing_call)
 
 
 def test_a_file_is_flushed_then_named_then_its_folder_is_flushed(tmp_path: Path) -> None:
-    with disk(tmp_path) as seen:
+    with recorded_disk(tmp_path) as disk:
         write_whole(tmp_path / "a", b"new")
-    assert seen.calls == ["flush a.partial", "rename a.partial a", "flush ."]
+    assert disk.calls == ["flush a.partial", "rename a.partial a", "flush ."]
 
 
-@pytest.mark.parametrize("fails", [1, 2, 3])
-def test_a_file_that_cannot_be_flushed_is_as_before_or_whole(fails: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing_call", [1, 2, 3])
+def test_a_file_that_cannot_be_flushed_is_the_old_or_the_new_one(failing_call: int, tmp_path: Path) -> None:
     write_whole(tmp_path / "a", b"old")
-    with disk(tmp_path, fails), pytest.raises(OSError, match="Input/output error"):
+
+    with recorded_disk(tmp_path, failing_call), pytest.raises(OSError, match="Input/output error"):
         write_whole(tmp_path / "a", b"new")
-    assert (tmp_path / "a").read_bytes() == (b"new" if fails == 3 else b"old")
+    assert (tmp_path / "a").read_bytes() == (b"new" if failing_call == 3 else b"old")  # the third is of the folder
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_checkpoint_is_flushed_then_named_then_its_folder(tmp_path: Path) -> None:
-    with disk(tmp_path) as seen:
+    with recorded_disk(tmp_path) as disk:
         save(tmp_path, 2, is_best=True)
-    named = seen.calls.index("rename step-2.partial step-2")
+
+    naming = disk.calls.index("rename step-2.partial step-2")
     files = {path.relative_to(tmp_path / "step-2").as_posix() for path in (tmp_path / "step-2").rglob("*")}
     assert {"policy", "policy/model.safetensors", "state.pt", "checksums.json"} <= files
-    flushed = {f"flush step-2.partial/{name}" for name in files} | {"flush step-2.partial"}
-    assert set(seen.calls[:named]) == flushed and len(seen.calls[:named]) == len(flushed)
-    assert seen.calls[named + 1] == "flush ."
-    assert seen.calls[named + 2 :] == ["rename .last last", "rename .best best"]
+
+    flushes = {f"flush step-2.partial/{name}" for name in files} | {"flush step-2.partial"}
+    assert set(disk.calls[:naming]) == flushes
+    assert len(disk.calls[:naming]) == len(flushes)
+    assert disk.calls[naming + 1] == "flush ."
+    assert disk.calls[naming + 2 :] == ["rename .last last", "rename .best best"]
 
 
 def test_a_checkpoint_that_cannot_be_flushed_leaves_the_others(tmp_path: Path) -> None:
     """At every flush and rename; the next attempt writes what is missing, and flushes it."""
-    with disk(tmp_path) as seen:
+    with recorded_disk(tmp_path) as disk:
         save(tmp_path / "whole", 4)
-    named = seen.calls.index("rename whole/step-4.partial whole/step-4")
-    for fails in range(1, len(seen.calls) + 1):
-        folder = tmp_path / str(fails)
+    naming = disk.calls.index("rename whole/step-4.partial whole/step-4")
+
+    for failing_call in range(1, len(disk.calls) + 1):
+        folder = tmp_path / str(failing_call)
         save(folder, 2)
-        with disk(folder, fails), pytest.raises(CheckpointError, match=r"step-4: OSError: .*Input/output error"):
+
+        with (
+            recorded_disk(folder, failing_call),
+            pytest.raises(CheckpointError, match=r"step-4: OSError: .*Input/output error"),
+        ):
             save(folder, 4)
-        found, corrupt = Checkpoints(folder, 2).find()
-        assert not corrupt and found.state["iteration"] == (2 if fails <= named + 1 else 4)
+
+        checkpoint, corrupt_checkpoints = Checkpoints(folder, 2).find()
+        assert not corrupt_checkpoints
+        assert checkpoint.state["iteration"] == (2 if failing_call <= naming + 1 else 4)  # calls count from 1
         assert not list(folder.glob("*.partial"))
-        with disk(folder) as again:
+
+        with recorded_disk(folder) as next_disk:
             save(folder, 4)
-        assert "flush ." in again.calls and (folder / "last").readlink() == Path("step-4")
+
+        assert "flush ." in next_disk.calls
+        assert (folder / "last").readlink() == Path("step-4")
 
 
 def test_lines_are_flushed_before_their_checkpoint(tmp_path: Path) -> None:
-    with disk(tmp_path) as seen:
+    with recorded_disk(tmp_path) as disk:
         run(small_config("iterations=1"), tmp_path)
-    named = seen.calls.index("rename checkpoints/step-1.partial checkpoints/step-1")
+
+    naming = disk.calls.index("rename checkpoints/step-1.partial checkpoints/step-1")
     for name in ("metrics.jsonl", "events.jsonl"):
-        assert f"flush {name}" in seen.calls[:named]
+        assert f"flush {name}" in disk.calls[:naming]
+
     for name in ("config.yaml", "environment.json", "rollouts/iteration-000001.parquet"):
-        at = seen.calls.index(f"rename {name}.partial {name}")
-        assert seen.calls[at - 1] == f"flush {name}.partial"
-        assert seen.calls[at + 1] == f"flush {Path(name).parent}"
+        rename_index = disk.calls.index(f"rename {name}.partial {name}")
+        assert disk.calls[rename_index - 1] == f"flush {name}.partial"
+        assert disk.calls[rename_index + 1] == f"flush {Path(name).parent}"
