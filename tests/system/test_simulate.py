@@ -128,3 +128,15 @@ def test_bad_input_says_what_to_do_and_writes_nothing(case: str, tmp_path: Path,
     assert "Traceback" not in errors
     assert all(text in errors for text in expected_texts), errors
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_model_is_refused_where_the_recipe_has_a_run(tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "runs" / "quickstart-seed0").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["jackpot", "simulate", "quickstart", "--rollout-model", "nowhere"])
+
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main()
+
+    assert exit_info.value.code == 2
+    assert "nowhere" in capsys.readouterr().err

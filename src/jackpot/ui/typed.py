@@ -115,7 +115,8 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
                 paths |= config.model_paths()
 
     if candidates := options.get("rollout_model"):  # they stand in for the recipe's own rollout model
-        paths = {"policy": paths["policy"], **{f"--rollout-model {path}": path for path in candidates}}
+        paths.pop("rollout_model", None)
+        paths |= {f"--rollout-model {path}": path for path in candidates}
     if paths:
         hub.check_found(paths, needs_files)
 
