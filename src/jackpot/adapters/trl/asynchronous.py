@@ -182,6 +182,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """Set TRL's trainer up with the correction; if that reads Z, have TRL's worker ask for top-k lists."""
         # Without a correction, PPO's ratio is that to the sampler (`proximal: rollout`), as in TRL's own loss.
         is_plain = correction in ("none", {"name": "none"})
+        # Sets `_correction_name`, `_objective` and `_names`.
         self._choose({"name": "none", "proximal": "rollout"} if is_plain else correction)
         refuse_anywhere(self._correction_name, self._objective)
 

@@ -157,7 +157,7 @@ def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
     """Return the highest accuracy reached by every run that rose above the starts of all runs; None if no run rose.
 
     An accuracy that some run began with would cost that run nothing, so the result lies above all starts. The margin is
-    two standard errors of a difference, for the best of many evaluations of a flat run is a little above its start.
+    two standard errors of a difference, since the best of many evaluations of a flat run is a little above its start.
     """
     start = max(run.points[0].policy_accuracy for run in runs)
     goal = start + max(_noise(run, start) for run in runs)
@@ -262,7 +262,7 @@ def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
     spent = [run.spent_until(accuracy) for run in runs]
 
     def median(name: str) -> float | None:
-        """Return the median of one cost over the runs; None if most runs never reach the accuracy."""
+        """Return the median of one cost over the runs; None unless more than half of them reach the accuracy."""
         value = statistics.median(getattr(costs, name) if costs else math.inf for costs in spent)
         return value if math.isfinite(value) else None
 
