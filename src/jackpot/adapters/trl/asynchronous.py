@@ -216,6 +216,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """Compute TRL's loss of a micro-batch with corrected advantages and the log-probs of the proximal point."""
         outputs, states = self._forward(model, inputs)
         corrected = inputs | self._corrected(inputs, outputs.log_probs.detach().flatten(), states)
+        # The lambda stands in for the model, which has run already.
         return super().compute_loss(lambda **_: outputs, corrected, return_outputs, num_items_in_batch)
 
     def _forward(self, model: Any, inputs: Batch) -> Any:

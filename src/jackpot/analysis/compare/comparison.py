@@ -33,7 +33,8 @@ class Difference:
     def error(self) -> float | None:
         """Return the standard error of the mean difference, from its spread over the seeds.
 
-        With fewer than `FEW_SEEDS` seeds it is at least `noise`, the error by the choice of evaluation problems.
+        With fewer than `FEW_SEEDS` seeds it is at least `noise`, the error by the choice of evaluation problems; None
+        where neither is known and above 0.
         """
         if self.seeds >= FEW_SEEDS:
             return self.spread.error
@@ -174,6 +175,7 @@ def _noise(run: RunSummary, start: float) -> float:
 
 def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
     """Refuse a budget within which some run has no other evaluation than the one before training."""
+    # points[0] is the evaluation before training, and the only one of a run that has just begun.
     first, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
     if budget < first:
         raise ConfigError(

@@ -133,7 +133,7 @@ def by_single_responses(config: Config, value: float) -> str:
 
 
 def by_one_loss(config: Config, value: float) -> str:
-    """Explain why one of the rollout model's two losses dominates: the weight of the other loss is 0."""
+    """Explain why one of the rollout model's two losses dominates: the other has the weight 0, or there is no model."""
     model = config.rollout_model
     if model is None:
         return "rollout_model=null"
@@ -142,7 +142,7 @@ def by_one_loss(config: Config, value: float) -> str:
 
 
 def by_frozen_rollouts(config: Config, value: float) -> str:
-    """Explain why rewards of rollouts do not rise: the model that generates the rollouts is not trained."""
+    """Explain why rewards of rollouts do not rise: the model that generates is not trained, or its share may change."""
     model = config.rollout_model
     return "rollout_model.optimizer=null" if model and model.optimizer is None else by_share(config, value)
 

@@ -270,7 +270,10 @@ def _evaluations(history: MetricHistory) -> int:
 
 
 def _has_risen(history: MetricHistory) -> bool:
-    """Tell whether the policy has become better: its newest evaluation is above the first by more than chance."""
+    """Tell whether the policy has become better: its newest evaluation is above the first by more than chance.
+
+    False without evaluations. Accuracies count, and mean rewards only where there are none.
+    """
     levels = next(filter(None, (levels_of(history, metric) for metric in EVALUATED)), None)
     return levels is not None and levels[-1].exceeds(levels[0])
 
