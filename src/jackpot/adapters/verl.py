@@ -217,7 +217,7 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
             )
         settings[key] = _number_or_text(value)
 
-    if name in _REFUSED:
+    if name in _REFUSED:  # its keys are names of corrections, and of inputs that corrections read
         raise ConfigError(f"rollout_is {rollout_is!r}: correction {name} {_REFUSED[name]}")
     correction = make_correction(name, **settings)
     for input_read in sorted(_REFUSED.keys() & set(correction.reads)):  # inputs that verl does not have
@@ -238,6 +238,7 @@ def _corrected(
 ) -> Corrected:
     """Apply a correction of ours to the tokens of a mask; other tokens may have log-probs that are not finite.
 
+    `old` and `rollout` are log-probs of the policy and of the engine, [B, T]; `z` is None where verl has no Z.
     Nothing checks whether the log-probs are swapped or shifted by a token: verl has aligned them, and the check is for
     all tokens that an engine sampled, not for those that a rejection has left.
     """
@@ -332,6 +333,7 @@ def z_request(config: DictConfig) -> dict[str, float]:
     rollout_is = OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
     if rollout_is is None or not rollout_is.startswith(_PREFIX):
         return {}
+    # The settings of verl's own weights are passed as defaults; the function that corrects checks the real ones.
     correction = _correction_named(rollout_is, {"rollout_is_threshold": None, "rollout_is_batch_normalize": False})
     if "z" not in correction.reads:
         return {}
@@ -366,7 +368,7 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
     Raises:
         DataError: the micro-batch has no lists, as from an engine that returned only the sampled token's log-prob.
     """
-    if student_logits is None:  # verl asks for the loss and its metrics
+    if student_logits is None:  # verl asks for the loss and its metrics; there is nothing to train here
         return torch.zeros(()), {}
     names = sorted(data.keys())
     if "teacher_ids" not in names:
@@ -377,9 +379,11 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
 
     # `align_top_lists` has put the sampler's lists under verl's names for those of a teacher: [1, N, K] each.
     ids, top = (data[name].values()[None] for name in ("teacher_ids", "teacher_logprobs"))
+    # With Ulysses each process has the logits of its part of the sequences, and takes the same part of the lists.
     if get_ulysses_sequence_parallel_world_size() > 1:
         ids, top = slice_input_tensor(ids, dim=1), slice_input_tensor(top, dim=1)
 
+    # In chunks of _CHUNK positions, as estimating Z copies the logits.
     packed = student_logits[0].split(_CHUNK), ids[0].long().split(_CHUNK), top[0].split(_CHUNK)
     chunks = [
         estimate_z(rollout_top_ids=chunk_ids, rollout_top_log_probs=chunk_top, policy_logits=logits, lam=data[_LAM])

@@ -182,6 +182,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """Set TRL's trainer up with the correction; if that reads Z, have TRL's worker ask for top-k lists."""
         # Without a correction, PPO's ratio is that to the sampler (`proximal: rollout`), as in TRL's own loss.
         is_plain = correction in ("none", {"name": "none"})
+        # Sets `_correction_name`, `_objective` and `_names`.
         self._choose({"name": "none", "proximal": "rollout"} if is_plain else correction)
         refuse_anywhere(self._correction_name, self._objective)
 
@@ -215,6 +216,7 @@ class CorrectedAsyncGRPOTrainer(Correcting, _trainer.AsyncGRPOTrainer):
         """Compute TRL's loss of a micro-batch with corrected advantages and the log-probs of the proximal point."""
         outputs, states = self._forward(model, inputs)
         corrected = inputs | self._corrected(inputs, outputs.log_probs.detach().flatten(), states)
+        # The lambda stands in for the model, which has run already.
         return super().compute_loss(lambda **_: outputs, corrected, return_outputs, num_items_in_batch)
 
     def _forward(self, model: Any, inputs: Batch) -> Any:

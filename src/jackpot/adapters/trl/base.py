@@ -95,7 +95,7 @@ def completion_states(batch: Batch, states: Tensor) -> Tensor:
 
     `states`, [B, S, H], are the hidden states of prompts and completions, S tokens together.
     """
-    start = batch["prompt_ids"].shape[1] - 1
+    start = batch["prompt_ids"].shape[1] - 1  # the last prompt token's state predicts the first completion token
     return states[:, start : start + batch["completion_ids"].shape[1]]
 
 
@@ -106,7 +106,10 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def usable_mask(batch: Batch) -> Tensor:
-    """Return a mask of the sampled tokens whose log-probs were reported; vLLM can leave some out: [B, T] bool."""
+    """Return a mask of the sampled tokens whose log-probs were reported; vLLM can leave some out: [B, T] bool.
+
+    Where the batch has top-k lists, a token whose list lacks a log-prob (NaN) is left out too.
+    """
     usable = loss_mask(batch) & batch["sampling_per_token_logps"].isfinite()
     if "jackpot_top_log_probs" in batch:
         usable &= ~batch["jackpot_top_log_probs"].isnan().any(-1)

@@ -103,11 +103,11 @@ class Correcting(_AnyTRLTrainer):
     """A mixin for any trainer of TRL: it corrects advantages, and logs metrics of the correction."""
 
     def _choose(self, correction: str | Mapping[str, Any]) -> None:
-        """Set the correction by its settings; a trainer calls this before anything else."""
+        """Set the correction by its settings, which may be its name; a trainer calls this before anything else."""
         settings = validated(ObjectiveConfig, {"correction": correction})
         self._correction_name = settings.correction.name
         self._objective = policy_objective(settings)
-        self._names = BatchNames()
+        self._names = BatchNames()  # of batches, from which the random numbers of their tokens are hashed
 
     @property
     def _reads_z(self) -> bool:
@@ -120,7 +120,7 @@ class Correcting(_AnyTRLTrainer):
         A number is hashed from TRL's seed, the name of the batch, the process, and the token's row and column.
         """
         name, _ = self._names.next(self)
-        name = name.removeprefix("train/")
+        name = name.removeprefix("train/")  # of a training batch: STEP/INDEX
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])  # 0 is the epoch
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
@@ -174,6 +174,7 @@ class Correcting(_AnyTRLTrainer):
         for batch, inputs, overlap in measured:
             correction = objective.correction.apply(inputs, totals)
             batch["advantages"] = inputs.advantages * correction.weights * correction.accept_mask
+            # `old_per_token_logps`: log-probs of the proximal policy, which PPO's ratio in TRL's loss is taken from.
             if objective.proximal == "rollout":
                 batch["old_per_token_logps"] = inputs.proximal_log_probs
             elif objective.proximal == "new":
@@ -240,7 +241,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     ) -> None:
         """Set TRL's trainer up with the correction, and have vLLM return top-k lists where they are read."""
         arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all by name
-        self._choose(correction)
+        self._choose(correction)  # sets `_correction_name`, `_objective` and `_names`
         refuse(arguments, self._correction_name, self._objective)
 
         num_top = NUM_TOP if num_top_log_probs is None else num_top_log_probs
@@ -314,7 +315,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
     def _generate_and_score_completions(self, inputs: list[Batch]) -> Batch:
         """Generate and score a batch as TRL does; in training, also correct its advantages."""
         batch = super()._generate_and_score_completions(inputs)
-        lists, self._lists = self._lists, None
+        lists, self._lists = self._lists, None  # the top-k lists that generation has set aside, if it returned any
         if not self.model.training:
             return batch
         if batch.get("sampling_per_token_logps") is None:

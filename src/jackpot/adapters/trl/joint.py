@@ -108,6 +108,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all by name
         engines: dict[Role, Engine | Mapping[str, Any] | None] = {"rollout_model": engine, "policy": policy_engine}
         refuse_with_two_models(arguments)
+        # The settings of the whole run, and those of the rollout model.
         self._config, self._settings = _run_settings(arguments, rollout_model, engines, correction, num_top_log_probs)
 
         self._writers = Writers(
@@ -147,6 +148,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
                 checkpoint_activations(self.rollout_model)
         self.rollout_model.requires_grad_(self._rollout_objective is not None)
 
+        # The base class's head of the policy, with the rollout model's output layer beside it.
         self._head = LinearHead(
             self._head.policy,
             output_layer(self.rollout_model),
@@ -231,7 +233,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         The rollout model steps where TRL is about to step the policy.
         """
         loss = super().training_step(model, inputs, num_items_in_batch)
-        policy_states, self._policy_states = self._policy_states, None
+        policy_states, self._policy_states = self._policy_states, None  # kept by `_compute_loss`
         if self._rollout_objective is None or policy_states is None:
             return loss
 

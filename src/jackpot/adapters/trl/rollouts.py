@@ -45,7 +45,7 @@ class EngineRollouts:
         # From a path the engine is made when TRL first asks for rollouts: only then is the device known.
         self._engine: Engine | tuple[str | Path, TransformersEngineConfig] = model if is_engine else (model, settings)
         self._num_top = num_top_log_probs
-        self._names = BatchNames()
+        self._names = BatchNames()  # of generation batches; the uids of their rollouts begin with them
 
     def __call__(self, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
         """Generate a completion for each prompt; return them in the form that `CorrectedGRPOTrainer` takes.
@@ -135,7 +135,7 @@ def requests(prompts: list[Any], trainer: TRLTrainer, name: str, num_top_log_pro
     args, rank = trainer.args, trainer.accelerator.process_index
     sampling = sampling_of(args, num_top_log_probs)
     requests = []
-    for row, ids in enumerate(trainer._tokenize_prompts(prompts)[0]):
+    for row, ids in enumerate(trainer._tokenize_prompts(prompts)[0]):  # [0]: token ids; the rest is of images
         uid = f"{name}/{rank}/{row}"
         prompt = Prompt(uid=uid, text=str(prompts[row]), answer="", token_ids=tuple(ids))
         requests.append(Request(uid=uid, prompt=prompt, seed=fold_in(args.seed, "sample", uid), sampling=sampling))

@@ -110,7 +110,10 @@ class Writers:
         self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
 
     def is_exact(self, role: Role) -> bool:
-        """Return whether a model's engine samples from the distribution that training computes, up to rounding."""
+        """Return whether a model's engine samples from the distribution that training computes, up to rounding.
+
+        False before the engine is made.
+        """
         if role not in self._engines:
             return False
         capabilities = self._engines[role].capabilities

@@ -97,6 +97,7 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
 
     return Worth(
         effective=torch.where(noise > 0, total.square() / noise, 0.0),
+        # The mean total variation over states, weighted by F_s; 1, the largest, where the correction drops every token.
         gap=weight_share * torch.where(trained > 0, wrong / trained, 1.0),
         elsewhere=weight_share * elsewhere / tokens,
     )
@@ -207,7 +208,7 @@ def choose(candidates: Sequence[JudgedCorrection]) -> JudgedCorrection | None:
         return None
 
     tied = [candidate for candidate in eligible if ties(candidate, best)]
-    return min(tied, key=lambda candidate: candidate.simplicity)
+    return min(tied, key=lambda candidate: candidate.simplicity)  # the key is smallest for the simplest correction
 
 
 class Costs(NamedTuple):
@@ -274,7 +275,10 @@ def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
     """
 
     def per_token(cost: float, drafts: int) -> Estimate:
-        """Divide the cost of a pass with its drafts by the number of tokens that the pass gives."""
+        """Divide the cost of a pass with its drafts by the number of tokens that the pass gives.
+
+        alpha is the mean of Z over tokens: the sum `overlap` over the number of tokens.
+        """
         return estimate(
             lambda sums: cost / tokens_per_verification(sums[..., OVERLAP] / sums[..., TOKENS], drafts),
             groups,
@@ -410,7 +414,7 @@ def _after_text(correction: JudgedCorrection) -> str:
     The total variation is between the corrected distribution and the policy. With prefix drift (`elsewhere`) the text
     also has the worth of a rollout by its tokens alone.
     """
-    gap = 100.0 * correction.tv_after_correction.value
+    gap = 100.0 * correction.tv_after_correction.value  # in percent; what would round to 0.00 is not given as a number
     percent = "below 0.01" if gap < 0.005 else f"{gap:.2g}"
     text = f"residual gap {percent} % (TV), {correction.effective.value:.0%} effective sample size"
     elsewhere = correction.elsewhere.value

@@ -50,7 +50,10 @@ def train(run: ArmRun) -> None:
 
 
 def runs_at_once(configs: Sequence[Config]) -> int:
-    """Return how many runs the machine can take now; runs in a child process for `process.runs_at_once`."""
+    """Return how many runs the machine can take now, 1 where a GPU trains; called in a child process only.
+
+    Else it is the number of free cores over the most threads of a run, at least 1.
+    """
     if any(pick_device(config.device).type == "cuda" for config in configs):
         return 1
     return max(1, free_cores() // max(pick_threads(config.threads) for config in configs))

@@ -33,7 +33,8 @@ class Difference:
     def error(self) -> float | None:
         """Return the standard error of the mean difference, from its spread over the seeds.
 
-        With fewer than `FEW_SEEDS` seeds it is at least `noise`, the error by the choice of evaluation problems.
+        With fewer than `FEW_SEEDS` seeds it is at least `noise`, the error by the choice of evaluation problems; None
+        where neither is known and above 0.
         """
         if self.seeds >= FEW_SEEDS:
             return self.spread.error
@@ -157,7 +158,7 @@ def _common_accuracy(runs: Sequence[RunSummary]) -> float | None:
     """Return the highest accuracy reached by every run that rose above the starts of all runs; None if no run rose.
 
     An accuracy that some run began with would cost that run nothing, so the result lies above all starts. The margin is
-    two standard errors of a difference, for the best of many evaluations of a flat run is a little above its start.
+    two standard errors of a difference, since the best of many evaluations of a flat run is a little above its start.
     """
     start = max(run.points[0].policy_accuracy for run in runs)
     goal = start + max(_noise(run, start) for run in runs)
@@ -174,6 +175,7 @@ def _noise(run: RunSummary, start: float) -> float:
 
 def _check_budget(runs: Sequence[RunSummary], unit: str, budget: float) -> None:
     """Refuse a budget within which some run has no other evaluation than the one before training."""
+    # points[0] is the evaluation before training, and the only one of a run that has just begun.
     first, arm = max((spent_on(run.points[min(1, len(run.points) - 1)], unit), run.arm) for run in runs)
     if budget < first:
         raise ConfigError(
@@ -262,7 +264,7 @@ def _cost(runs: Sequence[RunSummary], accuracy: float) -> CostToAccuracy:
     spent = [run.spent_until(accuracy) for run in runs]
 
     def median(name: str) -> float | None:
-        """Return the median of one cost over the runs; None if most runs never reach the accuracy."""
+        """Return the median of one cost over the runs; None unless more than half of them reach the accuracy."""
         value = statistics.median(getattr(costs, name) if costs else math.inf for costs in spent)
         return value if math.isfinite(value) else None
 

@@ -48,7 +48,7 @@ def start_process(run: ArmRun) -> BaseProcess:
     """
     run.log.parent.mkdir(parents=True, exist_ok=True)
     child = _context().Process(target=_call, args=("train", run), name=run.name)
-    with _empty_main_module():
+    with _empty_main_module():  # else the child would import the command line's module
         child.start()
     return child
 

@@ -39,7 +39,8 @@ def by_rejection(limit: float) -> Explained:
         if budget is not None:
             return f"objective.correction.budget={budget:g}"
 
-        # At lam = 1 the acceptance would be at most lam times as large; if even that is too low, lam explains nothing.
+        # At lam = 1, which `limit` is for, the acceptance would be at most lam times as large. If even that product is
+        # below the limit, lam explains nothing.
         lam = getattr(correction, "lam", 1.0)
         return f"objective.correction.lam={lam:g}" if lam > 1.0 and value * lam >= limit else ""
 
@@ -80,7 +81,8 @@ def by_proximal_of_rollout_model(config: Config, value: float) -> str:
 def by_capped_weights(config: Config, value: float) -> str:
     """Explain why large ratios of policy to engine do no harm: the correction caps its weights, or has no weights.
 
-    With `proximal: rollout` large ratios do harm: at a negative advantage PPO's clip does not cap a ratio above 1.
+    The result names that correction; "" if large ratios may do harm. They do with `proximal: rollout`: at a negative
+    advantage PPO's clip does not cap a ratio above 1.
     """
     correction = config.objective.correction
     caps = [getattr(correction, name) for name in ("cap", "c1", "high") if hasattr(correction, name)]
@@ -99,15 +101,21 @@ def by_truncation(config: Config, value: float) -> str:
 def by_unused_z(config: Config, value: float) -> str:
     """Explain why an uncertain estimate of Z, OBRS's normalizer, does no harm: the correction does not use Z."""
     correction = config.objective.correction
+    # Z is used where there is a setting `normalizer`, or where another setting has the value `topk`.
     uses_z = correction.name == "custom" or hasattr(correction, "normalizer") or "topk" in vars(correction).values()
     return "" if uses_z else f"objective.correction={correction.name}"
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why the rollout model's weights do not average to 1: its correction, old rollouts, or top-p and top-k."""
+    """Explain why the rollout model's weights do not average to 1: its correction, old rollouts, or top-p and top-k.
+
+    The result names the first of the three that applies; "" if none does.
+    """
     correction = config.rollout_model.correction if config.rollout_model else None
+    # Its weights are not made to average to 1, or all are capped at 1 or less.
     if correction and (correction.name in _NOT_A_RATIO or getattr(correction, "cap", math.inf) <= 1.0):
         return f"rollout_model.correction={correction.name}"
+    # With `batch.ahead` older weights have generated the rollouts; top-p and top-k cut some tokens off.
     return f"batch.ahead={config.batch.ahead}" if config.batch.ahead else by_truncation(config, value)
 
 
@@ -117,12 +125,15 @@ def by_filter(config: Config, value: float) -> str:
 
 
 def by_single_responses(config: Config, value: float) -> str:
-    """Explain why most groups are all right or all wrong: each group has one response."""
+    """Explain why most groups are all right, or all wrong: each group has one response.
+
+    `value` is the share of these groups; that all groups are so (1.0) is not explained.
+    """
     return "batch.group_size=1" if config.batch.group_size == 1 and value < 1.0 else ""
 
 
 def by_one_loss(config: Config, value: float) -> str:
-    """Explain why one of the rollout model's two losses dominates: the weight of the other loss is 0."""
+    """Explain why one of the rollout model's two losses dominates: the other has the weight 0, or there is no model."""
     model = config.rollout_model
     if model is None:
         return "rollout_model=null"
@@ -131,7 +142,7 @@ def by_one_loss(config: Config, value: float) -> str:
 
 
 def by_frozen_rollouts(config: Config, value: float) -> str:
-    """Explain why rewards of rollouts do not rise: the model that generates the rollouts is not trained."""
+    """Explain why rewards of rollouts do not rise: the model that generates is not trained, or its share may change."""
     model = config.rollout_model
     return "rollout_model.optimizer=null" if model and model.optimizer is None else by_share(config, value)
 

@@ -54,7 +54,7 @@ def _reward_levels(history: MetricHistory) -> list[Level]:
     The list is empty for a run of less than two windows.
     """
     values = [value for _, value in history.series(REWARDS)]
-    size = history.window(values)
+    size = history.window(values)  # iterations of a window
     if len(values) < 2 * size:
         return []
 
@@ -98,7 +98,8 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
         # As CHANCE_ERRORS, but for the best of several levels (Bonferroni).
         errors_of_best = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
         never_rose = best.mean <= first.mean + errors_of_best * _difference_error(first, best)
-        if never_rose != at_once:  # the run is of the other kind, to which this limit does not apply
+        # With `at_once` the limit is only for runs that never rose, without it only for those that did.
+        if never_rose != at_once:
             return None
 
         below_first = first.mean - CHANCE_ERRORS * _difference_error(first, last)
@@ -124,7 +125,8 @@ def learning_limit(metric: str) -> RunLimit:
         if len(levels) < 2 or not _is_late(history) or (metric == REWARDS and _evaluations(history) > 1):
             return None
 
-        # No level can be above 1, and another rule says more of a policy that has become worse.
+        # Two cases without a limit: another rule says more of a policy that has become worse (`has_fallen`), and an
+        # accuracy that began near 1 has no room above it (`is_full`).
         newest, error = levels[-1].mean, _difference_error(levels[0], levels[-1])
         lost_limits = [unlearning_limit(metric, at_once=at_once)(history, values) for at_once in (True, False)]
         has_fallen = any(lost is not None and newest < lost for lost in lost_limits)
@@ -228,7 +230,7 @@ def swapped_models_limit(history: MetricHistory, values: Values) -> float | None
     """Return the policy's first accuracy as a limit of the rollout model's accuracy, if the two models may be swapped.
 
     The models may be swapped if the first accuracy of the rollout model is above that of the policy by more than
-    chance, and if a pass of the rollout model costs more FLOPs than one of the policy. None if they are not swapped.
+    chance, and if a pass of the rollout model costs more FLOPs than one of the policy. Else the result is None.
     """
     policy, rollout_model = (levels_of(history, f"eval/{role}_accuracy") for role in ("policy", "rollout_model"))
     rollout_model_is_better = policy and rollout_model and rollout_model[0].exceeds(policy[0])
@@ -258,6 +260,7 @@ def why_unknown(history: MetricHistory) -> str:
         return f"the run has {evaluations} evaluation{'' if evaluations == 1 else 's'}, and 2 are needed"
     if not _is_late(history):
         return f"the newest evaluation is within chance of the first, and {LEAST_ITERATIONS} iterations are needed"
+    # Late in a run, with a newest evaluation that is not above the first by more than chance (`_has_risen`).
     return "the newest evaluation is above the first by less than two standard errors"
 
 
@@ -267,7 +270,10 @@ def _evaluations(history: MetricHistory) -> int:
 
 
 def _has_risen(history: MetricHistory) -> bool:
-    """Tell whether the policy has become better: its newest evaluation is above the first by more than chance."""
+    """Tell whether the policy has become better: its newest evaluation is above the first by more than chance.
+
+    False without evaluations. Accuracies count, and mean rewards only where there are none.
+    """
     levels = next(filter(None, (levels_of(history, metric) for metric in EVALUATED)), None)
     return levels is not None and levels[-1].exceeds(levels[0])
 

@@ -118,6 +118,7 @@ class MetricHistory:
 
         The layers are those of the newest start of the run; the sentence is "" if there are none.
         """
+        # [], no layers, stands first for a run without such an event.
         newest = [[], *(event["layers"] for event in self._events_named("computed_differently"))][-1]
         texts = [f"{layers}: {engine} there, {training} in training" for layers, engine, training in newest]
         return f". They compute differently: {'; '.join(texts)}" if texts else ""
@@ -156,14 +157,15 @@ def _add_acceptance_error(lines: list[dict[str, Any]]) -> None:
     """Add the metric `obrs/acceptance_error` to the lines with acceptance and Z, but for the first LEAST_VALUES - 1.
 
     The error is |mean of acceptance - Z| over the newest AVERAGED_ITERATIONS, divided by CHANCE_ERRORS standard errors
-    of that mean plus the mean distance of the bounds of Z. Above 1, sampled tokens and top-k lists are not of one
-    distribution.
+    of that mean plus the mean distance of the bounds of Z and ROUNDING. Above 1, sampled tokens and top-k lists are not
+    of one distribution.
     """
     names = ("obrs/acceptance_minus_z", "obrs/acceptance_minus_z_stderr", "obrs/z_bound_width")
     with_z = [line for line in lines if all(line.get(name) is not None for name in names)]
     for end in range(LEAST_VALUES, len(with_z) + 1):
         newest = with_z[max(0, end - AVERAGED_ITERATIONS) : end]
         gaps, errors, widths = ([line[name] for line in newest] for name in names)
+        # The standard error of a mean of n independent values is the root of their summed squared errors, over n.
         allowed = CHANCE_ERRORS * (math.hypot(*errors) / len(newest)) + fmean(widths) + ROUNDING
         with_z[end - 1]["obrs/acceptance_error"] = abs(fmean(gaps)) / allowed
 
@@ -176,6 +178,7 @@ def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]
     every start is left out, since it checks the engine thoroughly.
     """
     starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
+    # Only iterations that trained: the line of iteration 0 is that of an evaluation.
     timed = [line for line in lines if line["iteration"] not in starts and line.get("seconds/train")]
     usual = {phase: median([line.get(f"seconds/{phase}") or 0.0 for line in timed] or [0.0]) for phase in PHASES}
     usual_total = sum(usual.values())  # seconds of a median iteration

@@ -270,7 +270,7 @@ _DIGESTED = (".json", ".safetensors", ".model", ".txt", ".jinja")
 def model_digest(path: str | Path) -> str:
     """Return a digest of a model and its tokenizer: a hash of the files in its folder, or the commit on the hub.
 
-    All weights are read once, about a second for each gigabyte.
+    Hashed are files whose ending is in `_DIGESTED`. All weights are read once, about a second for each gigabyte.
 
     Raises:
         ModelError: the folder does not exist, or the hub cannot be reached.

@@ -176,7 +176,7 @@ def evaluate_model(config: BenchmarksConfig, folder: Path, listen: ProgressListe
 
         engine: Engine | None = None
         for name, (benchmark, file) in unfinished.items():
-            if file.done < benchmark.size * config.k:
+            if file.done < benchmark.size * config.k:  # the engine is made for the first set that lacks a response
                 engine = engine or _make_engine(config, path, [waiting for waiting, _ in unfinished.values()], cleanup)
                 _answer(engine, tokenizer, benchmark, file, config, listen)
 
@@ -301,7 +301,8 @@ def _write_record(
     record = {"schema_version": SCHEMA_VERSION, "asked": settings, "model_digest": digest, "data": data}
 
     if before := _read_record(path):
-        # Not compared are sets that the earlier process did not have, and a task that it did not read.
+        # Not compared are sets that the earlier process did not have, and the task if it did not have the set OWN, the
+        # only one whose problems come from the task.
         old_data = {name: before["data"].get(name, new_data) for name, new_data in data.items()}
         old_asked = before["asked"] if OWN in before["data"] else before["asked"] | {"task": settings["task"]}
         old, new = _decisive(before | {"asked": old_asked, "data": old_data}), _decisive(record)

@@ -28,9 +28,10 @@ from jackpot.rollout.engines.transformers.weights import ModelWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerScores:
-    """The scores that the learner gives to one response, from its distribution q of each next token; in nats.
+    """The scores that the learner gives to one response, from its distribution q of each next token.
 
-    An engine that scores single tokens gives `log_probs` alone, and the other fields are None.
+    An engine that scores single tokens gives `log_probs` alone, and the other fields are None. Log-probs and entropy
+    are in nats.
     """
 
     log_probs: Tensor  # [T] log q of the response's tokens
@@ -38,7 +39,7 @@ class LearnerScores:
     lowest: Tensor | None = None  # [T] smallest log q outside of `top_ids`; inf where no token is outside
     entropy: Tensor | None = None  # [T] entropy of q over the whole vocabulary
     most_probable: Tensor | None = None  # [T] int64, the token of the largest q
-    experts: Tensor | None = None  # [T, layers, experts of a token] int64; None: no mixture of experts, or not known
+    experts: Tensor | None = None  # [T, layers, experts of a token] int64, ids; None: no experts, or not known
 
 
 def learner_model(

@@ -95,8 +95,10 @@ def mismatch_numbers(responses: Iterable[tuple[str, TokenMismatch]]) -> Mismatch
         ResponseGap(uid=uid, tokens=len(gap), max_gap=float(gap.max()), mean_gap=float(gap.mean())) for uid, gap in gaps
     )
     log_ratios = torch.cat([tokens.log_ratio for _, tokens in named])
+    # [tokens, 2]: the sampler's and the learner's probability of each token.
     probabilities = torch.cat([torch.stack([tokens.sampler, tokens.learner], dim=-1).float() for _, tokens in named])
 
+    # The first band has all tokens: `means` and `whole` are the numbers of the whole comparison.
     (_, means, whole), *parts = _bands([tokens for _, tokens in named])
     bands: dict[str, tuple[TokenBand, ...]] = {}
     for kind, _, band in parts:
@@ -213,7 +215,8 @@ def _averaged(tokens: TokenMismatch) -> dict[str, Tensor]:
         "ratio": tokens.log_ratio.exp(),
     }
 
-    # Unknown for some pairs of engines. `other_token` and `other_experts`: 1 where the two sides differ.
+    # Unknown for some pairs of engines. `other_token` and `other_experts`: 1 where the most probable tokens, or the
+    # experts, of the two sides differ. `support`: the learner's mass on the tokens that a truncated sampler can draw.
     for name, bounds in (("kl", tokens.kl), ("variation", tokens.variation)):
         if bounds is not None:
             quantities |= {f"{name}_low": bounds[0], f"{name}_high": bounds[1]}

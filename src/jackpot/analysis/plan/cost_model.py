@@ -106,14 +106,14 @@ class Lengths:
 
         The length is infinite where all responses reach the limit.
         """
-        if self.mean >= self.limit * (1 - 1e-6):
+        if self.mean >= self.limit * (1 - 1e-6):  # equal to the limit but for rounding
             return math.inf
 
         # Bisection between `low` and `high`: the mean with a limit, `_cut_mean`, rises with s.
         low, high = self.mean, self.mean
         while _cut_mean(high, self.limit) < self.mean:
             high *= 2
-        for _ in range(60):
+        for _ in range(60):  # halvings, beyond the precision of a float
             middle = (low + high) / 2
             low, high = (middle, high) if _cut_mean(middle, self.limit) < self.mean else (low, middle)
         return high
@@ -372,7 +372,7 @@ def run_hours(
     traffic = OPTIMIZER_BYTES * sum(model.trained for model in models) * work.steps
     passes = flops * work.sequences * work.epochs / (busy_gpus * peak * TRAINING_SHARE)
 
-    engines = gpus / engine.gpus
+    engines = gpus / engine.gpus  # number of engines, each on `engine.gpus` GPUs
     responses = work.sequences * work.generated / engines  # responses that each engine generates
     # The seconds of one iteration by activity; the result has the hours of all iterations.
     seconds = Hours(

@@ -189,6 +189,7 @@ def _train(
     # As in training, where `GradientSplit` separates the gradients of the rollout model's two losses; it is built here
     # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that this model's PPO loss reads.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
+    # The sum of all outputs stands for the loss: its gradient reaches everything that the loss reads.
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
     del hidden, values, reference_kl, waiting, split
 
@@ -232,7 +233,8 @@ def _waiting_tensors(config: Config, shape: MicroBatchShape, models: int) -> lis
     """Allocate the tensors that training holds until backward beside activations and loss.
 
     For each model these are its top-k ids, three lists of its log-probs (at these ids, at the engine's top-k ids and at
-    those of the other model) and, where several responses share a prompt, an attention mask.
+    those of the other model) and, where several responses share a prompt, an attention mask. `models` is the number of
+    models.
     """
     entries = shape.rows * shape.response_tokens * config.sampling.num_top_log_probs
     sizes = [8, 4, 4, 4] * models  # bytes of an int64 and of three float32
@@ -287,12 +289,12 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     # The tile, (positions, tokens of the vocabulary), that training takes on the device of the run. The vocabulary is
     # split evenly, into ranges of at most `most_tokens` tokens; the first begins at 0.
     device_type = "cpu" if config.device == "cpu" else "cuda"
-    options = HeadOptions(TorchReader(device_type), config.head_logits_memory * 2**20)
+    options = HeadOptions(reader=TorchReader(device_type), logits_memory=config.head_logits_memory * 2**20)  # MiB
     most_positions, most_tokens = default_tile(positions, vocabulary, device_type)
-    tile_tokens = split_range(vocabulary, most_tokens, BLOCK)[0].stop
+    tile_tokens = split_range(vocabulary, most=most_tokens, grain=BLOCK)[0].stop
 
     # All rows of the output layers are run where their logits are kept for backward, else those of RUN_TILES tiles.
-    # The heads have no biases here, which the cut weights below would not fit.
+    # Biases are left out, since they would not fit the weights, which are cut to `rows_run` rows.
     whole_heads = [
         replace(head_of(layer, states, logit_softcap(model)), bias=None)
         for model, layer, states in zip(models, layers, hidden, strict=True)
@@ -300,7 +302,7 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
     rows_run = vocabulary
     if not any(keeps_logits(whole_heads, options)):
         rows_run = min(vocabulary, RUN_TILES * tile_tokens)
-        options = replace(options, logits_memory=0)
+        options = replace(options, logits_memory=0)  # else the logits of so few rows might be kept
 
     run_weights = [weight[:rows_run] if rows_run < vocabulary else weight for weight in weights]
     heads = [replace(head, weight=run_weight) for head, run_weight in zip(whole_heads, run_weights, strict=True)]
@@ -318,8 +320,8 @@ def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Te
         options=options,
     )
 
-    # In backward the gradients of the rows that were not run take memory too. `values` has two outputs of each head,
-    # and then those of the pair of heads.
+    # In backward the gradients of the rows that were not run take memory too. `values` has log-probs and entropy of
+    # each head, and then the two KLs of a pair of heads.
     for index, (weight, run_weight) in enumerate(zip(weights, run_weights, strict=True)):
         if rows_run < vocabulary and run_weight.requires_grad:
             of_head, of_pair = values[2 * index : 2 * index + 2], values[2 * len(heads) :]

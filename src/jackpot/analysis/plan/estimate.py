@@ -211,7 +211,10 @@ class Estimator:
     def __init__(
         self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, response: float | None = None
     ) -> None:
-        """Compute lengths, costs of the models, blocks that are gathered, and needs of the engines."""
+        """Compute lengths, costs of the models, blocks that are gathered, and needs of the engines.
+
+        `response` is the mean length of a response, tokens; None: `mean_response` assumes it from the limit.
+        """
         self._config, self._sizes = config, sizes
         self._prompt = prompts.longest
         self.blocks, self.needs = blocks(config), engine_needs(config, prompts.longest)
@@ -240,7 +243,7 @@ class Estimator:
         return next((count for count in COUNTS if self.shard(kind, count).fits), 0)
 
     def row(self, kind: str, count: int) -> MachineEstimate:
-        """Return memory and hours of the run on `count` GPUs of a kind."""
+        """Return memory and hours of the run on `count` GPUs of a kind; the hours are None where it does not fit."""
         shard = self.shard(kind, count)
         if not shard.fits:
             return MachineEstimate(kind=kind, shard=shard, hours=None, alone=None)
@@ -274,7 +277,7 @@ class Estimator:
             The hours, whose `generation` is the time that the learner waits for batches; None where nothing fits.
         """
         engine, trained = self.needs["engine"], [*self._costs.values()]
-        drafts_tried: list[Drafts | None] = [None]
+        drafts_tried: list[Drafts | None] = [None]  # None: without drafts
         if writer == "policy":
             policy = self._costs["policy"]
             engine, trained = needs_of(self._config, "policy", self._config.engine, self._prompt), [policy]
@@ -287,7 +290,7 @@ class Estimator:
         # waits if generating takes longer than training.
         estimates: list[Hours] = []
         for generating in range(1, count - fewest_training + 1):
-            if not degree(needs["engine"], gpu, generating):
+            if not degree(needs["engine"], gpu, generating):  # 0: the engine does not fit on so few GPUs
                 continue
 
             # On the GPUs that train: all hours but those of generation.
@@ -299,6 +302,7 @@ class Estimator:
             batches = replace(on_engines.work, sequences=AT_ONCE * on_engines.work.sequences)
             for drafts in drafts_tried:
                 speed = replace(on_engines.rollout_model, drafts=drafts)
+                # Over AT_ONCE, since `run` takes `batches` for those of one iteration.
                 generation = on_engines.run(batches, speed, ()).generation / AT_ONCE
                 estimates.append(learner._replace(generation=max(0.0, generation - learner.training)))
         return min(estimates, key=lambda hours: hours.all, default=None)
@@ -393,6 +397,7 @@ class Estimator:
         policy = needs_of(self._config, "policy", self._config.engine, self._prompt)
 
         return ShareHours(
+            # Left open are the arguments `work`, `engine` and `models`.
             run=partial(
                 run_hours,
                 other_flops=self._other_flops,

@@ -68,11 +68,13 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
     return MemoryPlan(
         weights=4 * (sum(size.parameters for size in sizes.values()) + reference),
         engines=_engine_weights(config),
+        # With `batch.ahead` engines may generate while the learner trains, so none is counted as asleep.
         sleeping=0 if config.batch.ahead else _engine_weights(config, only_sleeping=True),
         optimizer=8 * trained,
         copies=_copied_weights(config, sizes),
         gradients=4 * (trained + waiting),
         training=dry_step(config, micro_batch(config, prompt_tokens)),
+        # The larger of the two, which do not exist together: weights are sent between generations.
         generation=max(_generation(config, prompt_tokens), _merged_weights(config)),
     )
 
@@ -129,7 +131,7 @@ def cached_number_bytes(settings: EngineConfig) -> int:
 def _merged_weights(config: Config) -> int:
     """Return the bytes of an adapter's merged weights, which exist while they are sent to a transformers engine.
 
-    Models are sent one after the other, so the larger one counts.
+    Models are sent one after the other, so the larger one counts. 0 without an adapter or such an engine.
     """
     largest = 0
     for role, engine in engines_of(config).values():

@@ -192,7 +192,7 @@ def shard(
         weights=share * memory.weights,
         optimizer=share * memory.optimizer,
         gradients=share * memory.gradients,
-        # A single GPU gathers nothing, and holds autocast's copies of two bytes for each parameter.
+        # Bytes. A single GPU gathers nothing, and holds autocast's copies of two bytes for each parameter.
         gathered=2 * gathered.copied if gpus == 1 else gathered.gathered,
         training=memory.training,
         resting=sum(size for name, size in engine_bytes.items() if not sleeps(needs[name].settings)),
@@ -226,7 +226,7 @@ def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
     """
     if not isinstance(engine.settings, VLLMEngineConfig):
         return 1
-    longest = engine.token * engine.longest
+    longest = engine.token * engine.longest  # bytes of keys and values of the longest sequence
     divisors = (spread for spread in TENSOR_PARALLEL if gpus % spread == 0)
     return next((spread for spread in divisors if cache_bytes(engine, spread, gpu) >= longest), 0)
 
