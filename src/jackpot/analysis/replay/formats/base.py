@@ -99,7 +99,7 @@ class DumpFormat:
 def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[SavedResponse]:
     """Yield the responses of all files in their order, and warn of files that lack a needed column.
 
-    A file that repeats the batch of the file before is skipped.
+    A file that repeats the batch of the file before, by the columns `DumpFormat.batch`, is skipped.
 
     Args:
         dump: format of the files.
