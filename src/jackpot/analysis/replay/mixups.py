@@ -140,7 +140,7 @@ class ColumnPairs:
 
         # The variance of engine - slope * policy, as a share of that of engine - policy. It is divided by the slope, so
         # that the share is the same if the columns are exchanged.
-        slope = float(engine.std() / policy.std())
+        slope = float(engine.std() / policy.std())  # the policy's temperature over the engine's
         unexplained = float((engine - slope * policy).var() / (slope * (engine - policy).var()).clamp(min=1e-12))
         is_linear = _correlation(engine, policy) >= LEAST_LINEARITY and unexplained <= 1.0 - LEAST_EXPLAINED
         if not is_linear or 1.0 / LEAST_QUOTIENT < slope < LEAST_QUOTIENT:
