@@ -40,7 +40,7 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     if is_asleep and config.rollout_model and config.evaluation.engine is None:
         settings["evaluation"]["engine"] = dict(settings["engine"])
 
-    engine_settings = [settings["engine"], settings["evaluation"]["engine"] or {}]  # {}: there is no second
+    engine_settings = [settings["engine"], settings["evaluation"]["engine"] or {}]  # {}: no second engine
     undecided = [engine for engine in engine_settings if engine.get("enable_sleep_mode") == "auto"]
     for engine in undecided:
         engine["enable_sleep_mode"] = is_asleep

@@ -77,6 +77,6 @@ class ShareSchedule(Strict):
             return self.end
 
         time_passed = (iteration - self.hold) / (first_at_end - self.hold)  # from 0 to 1
-        # The share of the change that is done: a straight line, or half a cosine wave.
+        # The part of the change that is done, along a straight line or half a cosine wave.
         done = time_passed if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * time_passed)
         return self.start + (self.end - self.start) * done

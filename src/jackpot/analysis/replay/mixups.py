@@ -128,7 +128,8 @@ class ColumnPairs:
         """Return a sentence if the columns are one model's at two temperatures, else None.
 
         The log-odds log p - log(1 - p) of a sampled token at two temperatures are nearly proportional, and their slope
-        is the quotient of the temperatures. Only tokens that are neither rare nor sure are compared.
+        is the quotient of the temperatures. Only tokens that are neither rare nor sure are compared. The result is None
+        also if the columns are of two models, or there are too few such tokens.
         """
         # The log-odds of both columns, at tokens that are neither rare nor sure in either.
         columns = torch.cat(self._rows, 1)[:2]
@@ -182,7 +183,7 @@ class ColumnPairs:
 
 
 def _rounding_text(name: str, column: Tensor) -> str:
-    """Return text on a column's half precision, with the total variation that rounding makes; "" if there is none."""
+    """Return text on a column's half precision, with the total variation that it makes; "" for none or few tokens."""
     values = column[column < 0.0]
     if len(values) < LEAST_TOKENS:
         return ""

@@ -41,7 +41,7 @@ def check_size(tokens: int, entries: int) -> None:
 def matching(path: Path, pattern: str) -> list[Path]:
     """Return the path itself if it is a file that matches a pattern, or all such files below a folder.
 
-    The files are sorted by name, where numbers in names sort as numbers.
+    A file that does not match gives an empty list. Files are sorted by name, where numbers in names sort as numbers.
     """
     if path.is_file():
         return [path] if path.match(pattern) else []
