@@ -94,7 +94,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
     """
     if not isinstance(correction, str):
         return _custom(correction, settings)
-    try:  # the refusal's text ends with the settings to write; the text below adds where
+    try:  # refuse a name that only papers use: the error ends with the settings to write, the text below adds where
         refuse_with_proximal(correction)
     except ValueError as error:
         raise ConfigError(f"{error} in a recipe, and the point as `proximal_log_probs` here") from None

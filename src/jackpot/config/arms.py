@@ -23,7 +23,7 @@ def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: S
     """
     settings = {key: value for key, value in recipe.items() if key not in NOT_SETTINGS}
 
-    # A recipe is a file of the user's: `arms` may be anything.
+    # A recipe is a file of the user's: `arms` may be anything. An arm without changes may be null.
     arms = recipe.get("arms") or {}
     if not isinstance(arms, Mapping) or not all(isinstance(changes or {}, Mapping) for changes in arms.values()):
         raise ConfigError(f"arms: {arms!r} was given; arms is a mapping from a name to a mapping of settings")

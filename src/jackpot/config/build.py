@@ -280,7 +280,7 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
         if isinstance(members, Mapping) and name in members:
             value = members[name]  # a key of the settings, or an index of a list
         elif index < len(loc) - 1 or not isinstance(value, Mapping) or value.get("name") == name:
-            continue  # not a last name that a block lacks either, so the name by which a union chose a class
+            continue  # pydantic's name of the class that a union chose, or a name below a value that is no block
         elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
         path.append(str(name))  # also a last name that the settings lack, of a setting that is missing or unknown

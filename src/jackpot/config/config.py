@@ -466,7 +466,7 @@ class Config(Strict):
     def _conflicts_of_engines(self) -> Conflicts:
         """Refuse engines that cannot serve both models, and drafts or sampling filters that an engine cannot have."""
         engine, evaluation_engine = engines = self.engine, self.evaluation.engine or self.engine
-        drafts = [getattr(each, "draft", None) for each in engines]  # their settings `draft`
+        drafts = [getattr(each, "draft", None) for each in engines]  # their settings `draft`; two, also for one key
         fits = self.rollout_model and drafts[-1] and engine.name == evaluation_engine.name  # both can draft
         keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]  # one key if `engines` are one
         remedy = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)

@@ -240,7 +240,7 @@ class OBRSCorrection(ZCorrection):
         """Refuse a budget, which chooses lam from whole distributions, beside a lam or top-k lists."""
         return [
             (
-                self.budget and self.lam != LAM,
+                self.budget and self.lam != LAM,  # LAM is the default
                 f"budget {self.budget} chooses lam, but lam {self.lam} was given; leave one of them out",
             ),
             (

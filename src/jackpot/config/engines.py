@@ -275,7 +275,7 @@ def trained_conflicts(key: str, engine: EngineConfig, precision: str, quantizati
         quantization: the quantization that the engine must have; None: the one that fits `precision`.
     """
     wanted = quantization or TRAINED_QUANTIZATION[precision]
-    advice = f"{key}=transformers " if engine.name == "sglang_server" else ""
+    advice = f"{key}=transformers " if engine.name == "sglang_server" else ""  # which cannot be quantized
 
     return [
         (

@@ -30,8 +30,9 @@ def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int
 def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> list[str]:
     """Return the parts of a folder's name that stand for overrides, in the order of their keys.
 
-    A number stands right after the setting's shortest name, `lam2.0`; other values after `=`. Where the parts get too
-    long, or a value has characters that a folder's name should not have, a hash of all overrides replaces some parts.
+    A number stands right after the setting's shortest name, `lam2.0`, unless the name ends in a digit, `c1=10`; other
+    values stand after `=`. Where the parts get too long, or a value has characters that a folder's name should not
+    have, a hash of all overrides replaces some parts.
 
     >>> override_labels(["objective.correction.lam=2.0", "rollout_model.clip_low=0.1", "seed=1"], without=["seed"])
     ['lam2.0', 'rollout_model.clip_low0.1']
@@ -57,10 +58,13 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
 
 
 def _label(key: str, value: str, known: Sequence[str]) -> str:
-    """Join a setting's name and value. The name is the shortest ending of `key`, such as `lam`, that means `key`."""
+    """Join a setting's name and value, by `=` unless a number can follow the name directly: `lam2.0`, but `c1=10`.
+
+    The name is the shortest ending of `key`, such as `lam`, that means `key` (`_owner`).
+    """
     words = key.split(".")
-    names = [".".join(words[start:]) for start in reversed(range(len(words)))]
-    name = next((name for name in names if _owner(name, known) == key), key)  # the first that means `key`
+    names = [".".join(words[start:]) for start in reversed(range(len(words)))]  # shortest first
+    name = next((name for name in names if _owner(name, known) == key), key)  # an unknown key stays whole
     return f"{name}{value}" if _is_number(value) and not name[-1].isdigit() else f"{name}={value}"
 
 

@@ -26,8 +26,10 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
 
     engines = [config.engine, config.evaluation.engine or config.engine]
     has_vllm = any(isinstance(engine, VLLMEngineConfig) for engine in engines)
+    # Whether there are engine processes, one beside each rank on rank 0's machine.
     is_beside = ranks > 1 and (on_gpu or has_vllm) and not all(map(is_remote, engines))
-    # Engines generate while the ranks train with `batch.ahead`; with drafts two engines generate together.
+    # Whether these sleep while the ranks train. With `batch.ahead` they generate then, and with drafts two engines
+    # generate together, so they stay awake.
     is_asleep = is_beside and on_gpu and not config.batch.ahead and config.draft is None
 
     settings = config.model_dump(mode="json")
@@ -38,7 +40,7 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     if is_asleep and config.rollout_model and config.evaluation.engine is None:
         settings["evaluation"]["engine"] = dict(settings["engine"])
 
-    engine_settings = [settings["engine"], settings["evaluation"]["engine"] or {}]
+    engine_settings = [settings["engine"], settings["evaluation"]["engine"] or {}]  # {}: no second engine
     undecided = [engine for engine in engine_settings if engine.get("enable_sleep_mode") == "auto"]
     for engine in undecided:
         engine["enable_sleep_mode"] = is_asleep

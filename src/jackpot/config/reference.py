@@ -201,8 +201,8 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
         values = [f"settings of {same_as}"] if same_as else _values(field.annotation, field.metadata)
         is_choice = name == "name" and not field.is_required()  # the name that chooses this class: listed once, below
         if not is_choice and not {*values} <= {_BLOCK, "null"}:
-            plain = [text for text in values if not classes or text != "null"]
-            yield use(key=key, origin=(definer, name), same_as=same_as, values=_either(list(dict.fromkeys(plain))))
+            listed = [text for text in values if not classes or text != "null"]  # a block's key lists no null
+            yield use(key=key, origin=(definer, name), same_as=same_as, values=_either(list(dict.fromkeys(listed))))
         if not classes or same_as:
             continue
 

@@ -62,7 +62,7 @@ class ShareSchedule(Strict):
                 f"schedule step changes after iteration hold {self.hold} and has no until; leave until out",
             ),
             (
-                self.schedule != "step" and (self.until or 0) <= self.hold,
+                self.schedule != "step" and (self.until or 0) <= self.hold,  # also if until is missing
                 f"schedule {self.schedule} needs until, the first iteration with the share `end`, above hold "
                 f"{self.hold}, and it is {self.until}; give a later one",
             ),
@@ -72,10 +72,11 @@ class ShareSchedule(Strict):
         """Return the share in an iteration. Iterations count from 1."""
         if iteration <= self.hold:
             return self.start
-        first_at_end = self.hold + 1 if self.until is None else self.until
+        first_at_end = self.hold + 1 if self.until is None else self.until  # None: schedule step
         if iteration >= first_at_end:
             return self.end
 
         time_passed = (iteration - self.hold) / (first_at_end - self.hold)  # from 0 to 1
+        # The part of the change that is done, along a straight line or half a cosine wave.
         done = time_passed if self.schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * time_passed)
         return self.start + (self.end - self.start) * done

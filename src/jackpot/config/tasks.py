@@ -95,7 +95,7 @@ class AnswersConfig(Strict):
     the whole match where it has no group."""
 
     def conflicts(self) -> Conflicts:
-        """Refuse the name regex without a regular expression."""
+        """Refuse `name: regex` without a regular expression, which the setting `regex` has."""
         return [
             (
                 self.name == "regex" and self.regex is None,
@@ -105,7 +105,7 @@ class AnswersConfig(Strict):
 
 
 def _by_regex(value: Any) -> Any:
-    """Give a block of `answers` with a `regex` the name regex."""
+    """Return a block of `answers` that has a `regex` with `name: regex`, and any other value as it is."""
     has_regex = isinstance(value, Mapping) and value.get("regex") is not None
     return {**value, "name": "regex"} if has_regex else value
 
@@ -176,7 +176,7 @@ class RewardConfig(Strict):
         limits = changed - {"name", "weight"}  # of the given settings, those that only functions of your own have
         return [
             (
-                ":" not in self.name and limits,
+                ":" not in self.name and limits,  # the name of a function of your own has a colon
                 f"{', '.join(sorted(limits))} was given for {self.name!r}; only functions of your own, "
                 "package.module:function, have limits of their own",
             ),

@@ -82,6 +82,7 @@ def sets_of(task: TaskConfig) -> SetsConfig:
     """
     if task.name not in SetsConfig.model_fields:
         return SetsConfig()
+    # The class of the settings that such a task shares with its set of problems, such as QuestionConfig for math.
     settings_class = type(getattr(SetsConfig(), task.name))
     settings = settings_class.model_validate(task.model_dump(include=set(settings_class.model_fields)))
     files = {"columns": task.test.columns, "answers": task.test.answers} if isinstance(task, MathConfig) else {}

@@ -84,6 +84,7 @@ def cause_of(error: BaseException) -> str:
 
     cause = candidate or error
     text = str(cause).strip()
+    # The text of a CheckpointError, our own, says everything; any other needs the name of its class.
     return text if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {text}"
 
 
@@ -186,4 +187,4 @@ def _renew(file: IO[str], path: Path, owner: str) -> None:
                 _log.error("%s was taken over while this process stood still; it ends here, before it writes", path)
                 os.kill(os.getpid(), signal.SIGKILL)
             os.utime(path)
-        time.sleep(LEASE_SECONDS / 6)
+        time.sleep(LEASE_SECONDS / 6)  # a renewal may come late, or fail, without the lease becoming free

@@ -125,7 +125,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _plain(entry, tensors) for key, entry in value.items()}}
-    if type(value) is tuple:
+    if type(value) is tuple:  # no NamedTuple, which would come back as a plain tuple
         return {"tuple": [_plain(item, tensors) for item in value]}
     if type(value) is list:
         return [_plain(item, tensors) for item in value]

@@ -267,7 +267,7 @@ class Histogram(Metric):
 
         The exact number is known only by its bin, so the middle of that bin is returned.
         """
-        # The first bin at which the running count of values reaches the share of all values.
+        # The first bin at which the running count reaches the share of all values, in a vector of one entry.
         running = self.counts.cumsum(0)
         index = torch.searchsorted(running, share * running[-1:])[0].clamp(max=_BINS - 1)
         # The middle of bin number `index` among the evenly spaced numbers u (`Histogram`), turned back into a value.

@@ -61,8 +61,8 @@ def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 def norm(tensors: Sequence[Tensor]) -> Tensor:
     """Compute the Euclidean norm of all numbers in several tensors together: a float64 scalar.
 
-    Of sharded tensors the shards of all ranks count. Sums are float64, so that the norm is the same up to 1e-16 however
-    the tensors are sharded.
+    Either all tensors are sharded, or none. Of sharded tensors the shards of all ranks count. Sums are float64, so that
+    the norm is the same up to 1e-16 however the tensors are sharded.
     """
     # Torch has no public function for the norms of many tensors at once.
     norms = torch._foreach_norm(locals_of(tensors), 2, torch.float64)  # pyright: ignore[reportPrivateUsage]

@@ -299,6 +299,7 @@ def load_trained(config: Config, name: str, path: str, device: torch.device | No
     with role_named(name):
         model = load(settings.path if settings and lora else path, torch.float32, device)
 
+    # Set the number formats, and add an adapter with new weights for LoRA.
     prepare(config, name, model, on_cpu=pick_device(config.device).type == "cpu")
     if lora and resumes:
         load_adapter(model, Path(path))
@@ -330,7 +331,7 @@ def prepare(config: Config, name: str, model: PreTrainedModel, on_cpu: bool) -> 
             SCHEMES[quantization],
             config.fp8_backward,
             fp8_cache=config.engine.kv_cache_dtype == "fp8",
-            exact=on_cpu,
+            exact=on_cpu,  # attend in float64, as the engine does on a CPU
             dtype=compute_dtype,
         )
     elif on_cpu and settings:  # not the reference, which is never trained

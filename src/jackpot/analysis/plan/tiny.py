@@ -131,13 +131,15 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         "tracking": {"wandb": None},
     }
 
+    # The recipe's stop tokens mean other text to the tokenizer of bytes, which has one end token.
     if sampling.stop_token_ids and models.tokenizer == BYTES and (tokenizer := own_tokenizer(BYTES)):
         changes["sampling"]["stop_token_ids"] = (tokenizer.eos_token_id,)
     if overlong := config.objective.overlong_buffer:
         share = overlong.len / sampling.max_new_tokens
         changes["objective"]["overlong_buffer"] = {"len": max(1, math.floor(share * new_tokens))}
 
-    # A task that reads problems: every split is a file, and a micro-batch has room for the longest prompt.
+    # A task that reads problems: every split is a file, and a micro-batch has room for the longest prompt. A limit on
+    # prompts, where the recipe has one, lets the longest prompt pass.
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
         changes["task"] = {split: _split_data(config.task, split, folder) for split in get_args(Split)}
@@ -175,7 +177,7 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
     sequences = math.ceil(max(SEQUENCES, STEP_SEQUENCES * steps) / multiple) * multiple
     if batch.rollouts <= sequences:
         return {}
-    size = None if batch.mini_batch_size is None else sequences // steps
+    size = None if batch.mini_batch_size is None else sequences // steps  # None: the whole batch
     return {"prompts": sequences // group, "group_size": group, "mini_batch_size": size}
 
 

@@ -119,8 +119,8 @@ def _answer_scale(config: PreTrainedConfig, plain_tokens: int, num_tokens: int) 
     `num_tokens` tokens, the first `plain_tokens` are the tokenizer's own, and the others are the answers.
     """
     # The exponential of an answer's logit must have the mean `gain` = exp((factor s)^2 / 2); for a plain token the
-    # mean is about 1. The factor follows from `gain`.
+    # mean is about 1. So the answers' exponentials sum to a tenth of those of the plain tokens.
     gain = 0.1 * plain_tokens / max(1, num_tokens - plain_tokens)
     if gain <= 1.0:
-        return 1.0
+        return 1.0  # there are so many answers that they need no factor
     return math.sqrt(2.0 * math.log(gain)) / (config.initializer_range * math.sqrt(config.hidden_size))

@@ -57,7 +57,8 @@ def why_not(run: Sums) -> str | None:
 def _mean_is_not_1(run: Sums) -> str | None:
     """Return why no correction can be recommended if the mean of p_policy / p_rollout is not 1, else None.
 
-    The mean is over the sampled tokens whose distributions the top-k lists of the two models do not show.
+    The mean is over the sampled tokens whose distributions the top-k lists of the two models do not show. The result is
+    None also if there are no such tokens, or their mean is no reliable check.
     """
     # With a heavy tail of ratios the mean depends on a few tokens, and is no reliable check.
     ratio = Mean.named(run, "sampled_only_ratio")

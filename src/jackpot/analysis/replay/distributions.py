@@ -56,7 +56,7 @@ class StateDistributions:
 
         return StateDistributions(
             at=self.at.masked_scatter(self.at, self.held),  # True at those of the N tokens that are held
-            held=self.held[self.held],
+            held=self.held[self.held],  # True everywhere
             rollout=self.rollout[self.held],
             new=self.new[self.held],
             old=None if self.old is None else self.old[self.held],

@@ -60,7 +60,7 @@ def export_rollouts(
     Raises:
         CheckpointError: the folder has no run.
         ConfigError: a format that cannot be written, or a folder that is not empty.
-        DataError: no saved rollouts, or a file that cannot be written.
+        DataError: no saved rollouts, or none of `iteration` or `sample`; or a file that cannot be written.
     """
     if name not in (OURS, *WRITABLE):
         raise ConfigError(unknown_name("format to write", name, [OURS, *WRITABLE]))

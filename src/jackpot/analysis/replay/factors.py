@@ -50,7 +50,7 @@ def inputs_of(
         mask: [B, T] bool, True at sampled tokens.
         z: Z at the tokens, for corrections that read it.
     """
-    log_probs = references(old, new, rollout)
+    log_probs = references(old, new, rollout)  # by the values that `target` and `proximal` may have: old, new, rollout
     return CorrectionInputs(
         rollout_log_probs=rollout,
         target_log_probs=log_probs[setting.objective.target],
@@ -151,21 +151,22 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
     """
     log_ratio = inputs.log_ratio
 
-    # In these corrections Z is in the weight, or is the share of accepted tokens. In those below, h is the weight that
-    # the tokens before a token give to its state.
+    # OBRS and its parts with Z, which is in the weight or, for `mask_only`, the share of accepted tokens.
     if setting.name in ("obrs", "reweight_only", "z_only", "mask_only"):
         return correction.kappa * inputs.z.value
     # Corrections whose weight is rho of the token times a factor of the tokens before: their product of rho (`prefix`)
-    # or their smallest rho (`min_prefix`). The mean of rho is 1, so h is that factor.
+    # or their smallest rho (`min_prefix`). The mean of the token's rho is 1, so h is the factor of the tokens before.
     if setting.name == "prefix":
         return _of_token_before(correction.weights)  # 0 behind a rejected prefix
     if setting.name == "min_prefix":
         lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values  # up to each token
         return _of_token_before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
-    # Corrections that weigh the whole response: the ratios of the token and of those after it average to 1.
+    # Corrections that weigh the whole response by the product of its rho: those of the token and of the tokens after it
+    # average to 1, so h is the product over the tokens before.
     if setting.name in ("seq_tis", "seq_mask"):
         return prefix_ratio(log_ratio)
 
+    # All other corrections: F averages to 1 in every state if nothing is capped.
     return torch.ones_like(inputs.z.value)
 
 
@@ -210,6 +211,7 @@ def _averaged_over_mask(setting: CorrectionSetting, inputs: CorrectionInputs, to
         value = lowest.weights * lowest.accept_mask
         return _MaskAveraged(value=value, chance=torch.ones_like(value), accepted=lowest.accept_mask, correction=lowest)
 
+    # The chance of a token whose mask is not random is 1 or 0.
     chance = torch.where(is_random, inputs.acceptance(correction.lam), lowest.accept_mask)
     return _MaskAveraged(value=lowest.weights, chance=chance, accepted=chance, correction=lowest)
 

@@ -66,7 +66,7 @@ def state_sums(values: StateValues, states: StateDistributions) -> Sums:
         "estimator": total(trained.square() * norms),  # S_ff
         "product": total(trained * target * norms),  # S_ft
         "exact": total(target.square() * norms),  # S_tt
-        "noise": total((second - trained.square()) * norms),  # c^2 times the corrected gradient's variance
+        "noise": total((second - trained.square()) * norms),  # the variance of the corrected gradient
         "ideal noise": total((target - target.square()) * norms),  # the variance of sampling from p_new itself
         "drift": total((trained - of_state.unsqueeze(-1) * target).square()),  # f - F_s p_new, squared
     }
@@ -87,8 +87,8 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
         return {}
 
     # docs/replay.md has the formulas below. `estimator` (S_ff) stands for the squared size of the corrected gradient,
-    # `exact` (S_tt) for that of the exact one, `product` (S_ft) for their inner product. `noise` is the variance of the
-    # first, `ideal_noise` that of the second; `drift` is the squared distance of f from F_s p_new (`state_sums`).
+    # `exact` (S_tt) for that of the exact one, `product` (S_ft) for their inner product. `noise` is the variance of
+    # the corrected, `ideal_noise` of the exact one; `drift` is the squared distance of f from F_s p_new (`state_sums`).
     # Means over states: `weight` of F_s, `square` of the sum of p_inf E F^2, `variation` of F_s times total variation.
     weight, square, variation = (Mean.named(sums, name) for name in ("state", "state square", "state variation"))
     estimator, product, exact = (sums[name].value for name in ("estimator", "product", "exact"))
@@ -99,7 +99,7 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
         "exact_effective": float(weight.value.square() / square.value),
         "tv_after_correction": float(variation.total / weight.total),
         "bias": float((1.0 - product.square() / (estimator * exact)).clamp(min=0.0).sqrt()),
-        "variance": float(noise / scale.square() / ideal_noise),
+        "variance": float(noise / scale.square() / ideal_noise),  # of the gradient divided by c
         "drift": float((drift * exact).sqrt() / product),  # sqrt(drift) / (c sqrt(exact))
         "state_spread": float(weight.variance.sqrt() / weight.value),
     }

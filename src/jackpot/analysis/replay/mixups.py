@@ -88,7 +88,7 @@ class ColumnPairs:
         correlation, ahead, behind, sum_of_both = max(shifts, key=lambda shift: shift[0])
         if correlation >= max(LEAST_CORRELATION, unshifted + LEAST_GAIN):
             where = f"{ahead} is one token ahead of {behind}"
-            # How much better the next token's id explains the log-probs than the id of the token itself.
+            # How much better the next token's id explains the log-probs than the token's own; above 0 `ahead` is wrong.
             by_next = _explained(sum_of_both, next_ids) - _explained(sum_of_both, ids)
             wrong = self._padded()  # a shifted column may have padding at its first or last token
             if not wrong and abs(by_next) >= LEAST_EXPLAINED_DIFFERENCE:
@@ -101,7 +101,8 @@ class ColumnPairs:
                 f"shifted back). Shift it by one and replay again"
             )
 
-        # Along a dimension a constant column has a standard deviation of exactly 0; over a whole tensor it may not.
+        # A constant column has the correlation 0 too, and is no finding. Its standard deviation is exactly 0 along a
+        # dimension; over a whole tensor it may not be.
         vary = bool((torch.stack([engine, policy]).std(-1) > 0.0).all())
         if self._one_model and vary and abs(unshifted) < UNRELATED_CORRELATION:
             return (
@@ -127,7 +128,8 @@ class ColumnPairs:
         """Return a sentence if the columns are one model's at two temperatures, else None.
 
         The log-odds log p - log(1 - p) of a sampled token at two temperatures are nearly proportional, and their slope
-        is the quotient of the temperatures. Only tokens that are neither rare nor sure are compared.
+        is the quotient of the temperatures. Only tokens that are neither rare nor sure are compared. The result is None
+        also if the columns are of two models, or there are too few such tokens.
         """
         # The log-odds of both columns, at tokens that are neither rare nor sure in either.
         columns = torch.cat(self._rows, 1)[:2]
@@ -139,14 +141,14 @@ class ColumnPairs:
 
         # The variance of engine - slope * policy, as a share of that of engine - policy. It is divided by the slope, so
         # that the share is the same if the columns are exchanged.
-        slope = float(engine.std() / policy.std())
+        slope = float(engine.std() / policy.std())  # the policy's temperature over the engine's
         unexplained = float((engine - slope * policy).var() / (slope * (engine - policy).var()).clamp(min=1e-12))
         is_linear = _correlation(engine, policy) >= LEAST_LINEARITY and unexplained <= 1.0 - LEAST_EXPLAINED
         if not is_linear or 1.0 / LEAST_QUOTIENT < slope < LEAST_QUOTIENT:
             return None
 
-        # The sign of the KL says which column is not of the distribution that sampled the tokens.
-        kl, error = self._kl()
+        # The tokens were sampled from the column in which they are more probable, so the other column is wrong.
+        kl, error = self._kl()  # mean of log p_engine - log p_policy, and its standard error
         where = "one of them is not at the temperature that sampled the tokens"
         if kl > LIKELY_ERRORS * error:
             where = f"{self._policy} is wrong. Score the policy at about {1.0 / slope:.2g} times its temperature"
@@ -160,9 +162,10 @@ class ColumnPairs:
     def _swapped(self) -> str | None:
         """Return a sentence if the tokens are more probable in the policy's column, else None.
 
-        If the engine's column sampled the tokens, the mean difference is a KL divergence, which is not negative.
+        If the engine's column sampled the tokens, the mean difference is a KL divergence, which is not negative. So a
+        mean is reported that is below 0 by more than rounding (LEAST_KL) and chance (SURE_ERRORS) explain.
         """
-        kl, error = self._kl()
+        kl, error = self._kl()  # mean of log p_engine - log p_policy, and its standard error
         if kl > -max(LEAST_KL, SURE_ERRORS * error):
             return None
         return (
@@ -180,7 +183,7 @@ class ColumnPairs:
 
 
 def _rounding_text(name: str, column: Tensor) -> str:
-    """Return text on a column's half precision, with the total variation that rounding makes; "" if there is none."""
+    """Return text on a column's half precision, with the total variation that it makes; "" for none or few tokens."""
     values = column[column < 0.0]
     if len(values) < LEAST_TOKENS:
         return ""
@@ -210,5 +213,5 @@ def _explained(values: Tensor, ids: Tensor) -> float:
     tokens, index = ids.unique(return_inverse=True)
     counts = index.bincount().double()
     means = torch.zeros_like(counts).index_add(0, index, values) / counts
-    within = (values - means[index]).square().sum() / max(1, len(values) - len(tokens))
+    within = (values - means[index]).square().sum() / max(1, len(values) - len(tokens))  # variance within ids
     return float(1.0 - within / values.var())

@@ -146,7 +146,7 @@ class _Reading:
             elif self._needs_policy and response.log_probs is None:
                 lack = f"{response.where} has no log-probs of the policy (old_log_probs)"
                 self._warn(f"{lack} for response {response.uid}; left out")
-                self._without_policy = self._without_policy or (
+                self._without_policy = self._without_policy or (  # kept of the first one, for the error of `check`
                     f"{lack}; give --model PATH, the model that was trained, and they are computed.\n{self._dump.how}"
                 )
             else:

@@ -106,7 +106,7 @@ class ReplaySums:
             problem: reason against any recommendation, found before the numbers are looked at.
             rounding: text that says which log-probs are rounded, and what that adds to the total variation; "": none.
         """
-        stale = float(self.run["stale_max"].value) > 1e-3  # the policy had been updated since it received the batch
+        stale = float(self.run["stale_max"].value) > 1e-3  # nats; the policy was updated since it got the batch
         candidates = [
             JudgedCorrection(
                 name=correction.setting.name,
@@ -114,7 +114,7 @@ class ReplaySums:
                 settings=dict(correction.setting.changes),
                 advisable=_may_be_advised(correction.setting, stale),
                 is_whole=correction.setting.weighs_whole_responses,
-                known=known_states(correction.sums) / self.tokens,
+                known=known_states(correction.sums) / self.tokens,  # share of tokens with known distributions
                 groups=correction.groups,
             )
             for correction in self.corrections

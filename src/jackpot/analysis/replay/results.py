@@ -83,6 +83,8 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
     """Compute the numbers of a replayed correction from its sums."""
     sums, factor = replayed.sums, Mean.named(replayed.sums, "factor")
 
+    # Sums over tokens: `trained` of F_s, the correction's weight on a token's state, `variation` of F_s times the total
+    # variation that is left in the state. Their quotient is the mean of that total variation, weighted by F_s.
     variation, trained = Mean.named(sums, "variation").total, Mean.named(sums, "trained").total
 
     # Quantiles are rounded, as a histogram's bins near 0 are millionths wide, and a weight of 0 is counted as e^-40.
@@ -104,7 +106,7 @@ def correction_result(replayed: ReplayedCorrection) -> CorrectionResult:
         weight_max=float(sums["weight_max"].value),
         # F is the factor on a token's gradient; from its sums over n tokens, (E F)^2 / E F^2 = (sum F)^2 / (n sum F^2).
         effective=float(factor.total.square() / (Mean.named(sums, "square").total * factor.count)),
-        sampled_tv_after_correction=float(variation / trained) if trained != 0 else 1.0,
+        sampled_tv_after_correction=float(variation / trained) if trained != 0 else 1.0,  # 1: nothing is trained
         states=known_states(sums),
         **exact_numbers(sums),
         rejected_by_band={name: float(mean.value) for name, mean in rejected.items() if mean.count > 0},
@@ -137,7 +139,7 @@ def dump_findings(result: ReplayResult) -> dict[str, str]:
     lines = result.answer.lines
     findings = {"Precision": lines["Precision"]} if "Precision" in lines else {}
     if result.answer.verdict == "cannot tell":
-        findings["Log-probs"] = lines["Fix first"]
+        findings["Log-probs"] = lines["Fix first"]  # the reason against any recommendation
     if float(result.run["no_advantage"].value) == 1.0:
         findings["Advantages"] = (
             "0 at every token, so nothing is learned: look at the rewards, and at groups that are equal"

@@ -77,12 +77,12 @@ class PolicyScorer:
         padded = [pad(ids, (0, width - ids.shape[1])) for ids in lists]
         ids = pad_sequence(padded, batch_first=True).to(mask.device)[mask]
 
-        # Chunks (log-probs of the whole vocabulary, ids to score), of which those ids are taken.
+        # Chunks of n tokens: log-probs of the whole vocabulary [n, V], of which those of the ids [n, 1 + K] are taken.
         chunks = exact_log_probs(self._model, self.temperature, hidden[mask], ids)
         log_probs = torch.cat([log_probs.gather(1, chunk_ids) for log_probs, chunk_ids in chunks]).cpu()
         by_response = log_probs.split([len(response_tokens) for response_tokens in tokens])
 
-        # Columns beyond the ids that a response has are padding.
+        # Column 0 is of the response's own tokens, the next of the engine's list, and those beyond are padding.
         return [
             replace(
                 response,

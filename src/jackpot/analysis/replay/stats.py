@@ -73,10 +73,10 @@ class SampledColumns(NamedTuple):
     @classmethod
     def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
         """Estimate the columns from a correction's factors and rho = p_new / p_inf at the sampled tokens, [B, T]."""
-        uncapped = factors.scale * ratio  # F without caps
+        uncapped = factors.scale * ratio  # h rho, which F would be if nothing were capped
         total = uncapped[mask].sum()
         left_by_caps = torch.where(total > 0, factors.either[mask].sum() / total, 1.0)  # m
-        wrong = (factors.either - uncapped * left_by_caps).abs() / 2.0
+        wrong = (factors.either - uncapped * left_by_caps).abs() / 2.0  # |E F - h m rho| / 2
         return cls(factor=factors.mean, square=factors.square, wrong=wrong, trained=factors.either)
 
     def with_exact_sums(self, values: StateValues, at: Tensor) -> "SampledColumns":
@@ -166,7 +166,7 @@ def run_sums(batch: ResponseBatch, states: StateDistributions | None) -> Sums:
         "ratio": Mean.of(ratio, mask),
         "total_variation": Mean.of(1.0 - accepted, mask),
         "total_variation_engine": Mean.of(1.0 - acceptance(batch.rollout, batch.old, lam=1.0), mask),
-        "total_variation_stale": Mean.of((ratio - old_ratio).abs() / 2.0, mask),
+        "total_variation_stale": Mean.of((ratio - old_ratio).abs() / 2.0, mask),  # |p_new - p_old| / (2 p_inf)
         "policy_max": Max.of(torch.maximum((batch.new - batch.rollout).abs(), (batch.old - batch.rollout).abs()), mask),
         "stale_max": Max.of((batch.new - batch.old).abs(), mask),
         "responses": Sum.of(sampled),

@@ -113,7 +113,7 @@ class PairBench:
         self._seed, self._listen = seed, listen
         paths = {"policy": policy} | {f"rollout model {path}": path for path in candidates}
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizers(paths)
-        self._rows = head_rows(paths, self._tokenizer)
+        self._rows = head_rows(paths, self._tokenizer)  # number of token ids that all models have
         self._task: Task = run_task(config, paths, self._tokenizer)
         self._device = pick_device(config.device)
         self.prompts: list[Prompt] = PromptStream(self._task, split, seed).next(prompts)
@@ -310,6 +310,7 @@ def _state_means(numbers: StateNumbers) -> dict[str, Any]:
         "low_acceptance": float((acceptance < LOW_ACCEPTANCE).double().mean()),
         "tis_cut": 1.0 - tis,
         "obrs_cut": 1.0 - expected / float(acceptance.mean()),
+        # Effective shares of tokens, (E w)^2 / E w^2; and the cosine between the weights t and e over tokens.
         "tis_ess": tis**2 / tis_square,
         "obrs_ess": expected**2 / obrs_square,
         "expected_ess": expected**2 / expected_square,

@@ -43,7 +43,7 @@ def find_format(path: Path, name: str) -> tuple[DumpFormat, list[Path]]:
     problems: list[str] = []
     for dump in FORMATS.values():
         files = dump.files(path)
-        if any(dump.recognizes(file, problems.append) for file in files[:MOST_FILES]):
+        if any(dump.recognizes(file, problems.append) for file in files[:MOST_FILES]):  # the first few suffice
             return dump, files
 
     damaged = "".join(f"{problem}\n" for problem in list(dict.fromkeys(problems))[:MOST_FILES])

@@ -82,7 +82,7 @@ class DumpFormat:
             try:
                 _check_sizes(record)
                 response = response_of(translate(record, self.columns) if self.columns else record, where, index)
-            except DamagedRecord as error:
+            except DamagedRecord as error:  # those of `response_of` name the file and the response already
                 warn(f"{error if str(error).startswith(where) else f'{name}: {error}'}; left out")
             except Exception as error:  # a stranger's file may hold anything in place of lists of numbers
                 warn(f"{name}: {type(error).__name__}: {first_line(error)}; left out")
@@ -99,7 +99,7 @@ class DumpFormat:
 def read_files(dump: DumpFormat, files: Iterable[Path], warn: Warn) -> Iterator[SavedResponse]:
     """Yield the responses of all files in their order, and warn of files that lack a needed column.
 
-    A file that repeats the batch of the file before is skipped.
+    A file that repeats the batch of the file before, by the columns `DumpFormat.batch`, is skipped.
 
     Args:
         dump: format of the files.

@@ -41,7 +41,7 @@ def check_size(tokens: int, entries: int) -> None:
 def matching(path: Path, pattern: str) -> list[Path]:
     """Return the path itself if it is a file that matches a pattern, or all such files below a folder.
 
-    The files are sorted by name, where numbers in names sort as numbers.
+    A file that does not match gives an empty list. Files are sorted by name, where numbers in names sort as numbers.
     """
     if path.is_file():
         return [path] if path.match(pattern) else []
@@ -117,7 +117,7 @@ def _sizes(column: pa.Array) -> tuple[int, int]:
 def torch_file(path: Path, warn: Warn) -> Any:
     """Load a file of tensors and plain values that torch.save wrote; for a damaged file warn, and return None.
 
-    Tensors are memory-mapped, so that opening a file costs no memory.
+    Tensors are memory-mapped, so that opening a file costs no memory, unless it is of torch's old format without zip.
     """
     try:
         check_foreign(path)
@@ -141,7 +141,7 @@ def batch_rows(batch: DumpRecord) -> Iterator[dict[str, Any]]:
     """
     columns = {name: column for name, column in batch.items() if isinstance(column, Tensor) and column.ndim}
     sequences = columns.get("sequences", torch.empty(0))
-    if sequences.nbytes > sequences.untyped_storage().nbytes():
+    if sequences.nbytes > sequences.untyped_storage().nbytes():  # rows share memory
         raise DamagedRecord(f"its {len(sequences):,} sequences take more bytes than the file has for them")
 
     for row in range(max(1, len(sequences))):

@@ -60,7 +60,7 @@ def _batch(path: Path) -> dict[str, Tensor]:
     with open_foreign(path) as file:
         content = _Unpickler(file).load()
 
-    # The pickle makes the batch by a call with two arguments, the second of which is the state.
+    # The pickle makes the batch by a call with two arguments, which `_Inert` keeps; the second one is the state.
     state = content.arguments[1] if isinstance(content, _Inert) and len(content.arguments) == 2 else None
     if not isinstance(state, Mapping) or not isinstance(state.get("batch_dict"), Mapping):
         raise DamagedRecord("it holds no batch of SkyRL")
