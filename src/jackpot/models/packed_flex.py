@@ -36,7 +36,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     starts, indices = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
     sequence = torch.repeat_interleave(indices, row.cu_queries.diff(), output_size=size)  # [S], of each token
 
-    is_prompt = positions.index_select(0, starts) == 0
+    is_prompt = positions.index_select(0, starts) == 0  # a response's positions go on behind those of its prompt
     prompts = torch.where(is_prompt, indices, 0).cummax(0).values  # [sequences], the last prompt up to each sequence
     prompt = prompts.index_select(0, sequence)  # [S], the sequence that is the prompt of each token
 

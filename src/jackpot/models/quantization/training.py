@@ -124,7 +124,7 @@ class CodedLinear(nn.Linear):
         device = inputs.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
 
-        rows = self._rows.of(inputs, dtype)
+        rows = self._rows.of(inputs, dtype)  # the inputs in codes, [M, K]
         flat = inputs.to(dtype).reshape(-1, self.in_features)
         outputs = CodedProduct.apply(flat, weight, rows, self._grid, self._backward)
         outputs = outputs.reshape(*inputs.shape[:-1], self.out_features)
@@ -273,7 +273,8 @@ def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dt
 def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
-    """Run a forward in which rounded copies replace the weights of some modules; gradients reach the weights."""
+    """Run a forward while rounded copies replace the weights of some modules, and put the weights back after it.
+    Gradients reach the weights."""
     originals = [dict(module._parameters) for module in modules]
     for module in modules:
         parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters

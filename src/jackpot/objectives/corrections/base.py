@@ -75,7 +75,7 @@ class Kappas(NamedTuple):
     of_policy: Tensor | None = None  # factor for tokens that the policy sampled, where two models sampled; else None
 
     def by_response(self, by_policy: Tensor | None) -> Tensor:
-        """Return the factor kappa of each response, [B, 1], or a scalar where all responses have the same.
+        """Return kappa, the factor on estimates of Z, of each response, [B, 1]; a scalar where all have the same.
 
         Args:
             by_policy: [B] bool, True where the policy sampled the response; None where one model sampled all.

@@ -75,7 +75,8 @@ def reweight_only(
 ) -> Weighed:
     """Weigh every token by OBRS's weight, min(kappa Z max(lam, rho), c1) r2, and reject none: `reweight_only`.
 
-    Here r2 = min(p_proximal / p_target, c2). Source: submission, appendix C.1.
+    Here rho = p_target / p_inf, Z is the mean of min(1, rho / lam) at the token's prefix, kappa corrects the estimates
+    of Z, and r2 = min(p_proximal / p_target, c2). Source: submission, appendix C.1.
 
     Biased towards the rollout model: a token with rho < lam, which OBRS would mostly reject, keeps the weight Z lam.
     """
@@ -115,8 +116,9 @@ def coin_only(
 ) -> Weighed:
     """Reject tokens as OBRS does, and weigh the accepted ones without Z, by min(max(lam, rho), c1) r2: `coin_only`.
 
-    Here r2 = min(p_proximal / p_target, c2). If c1 >= lam, mask times weight has the expectation of the weight of
-    `target_only`, and so the same bias; the mask adds variance.
+    Here rho = p_target / p_inf, r2 = min(p_proximal / p_target, c2), and `acceptance` is the chance of acceptance,
+    min(1, rho / lam). If c1 >= lam, mask times weight has the expectation of the weight of `target_only`, and so the
+    same bias; the mask adds variance.
     """
     return _capped(log_ratio.exp().clamp(min=lam), to_proximal, c1, c2, accepted=MASKS["sampled"](acceptance, uniforms))
 
