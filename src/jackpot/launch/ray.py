@@ -360,14 +360,14 @@ def _cluster(config: Config) -> Iterator[Any]:
 
 
 def _placement_group(ray: Any, config: Config) -> Any:
-    """Reserve the bundles of all ranks and engines, on as few nodes as have room.
+    """Reserve the bundles of all ranks and engines, on as few nodes as have room, and return their placement group.
 
     Raises:
         ConfigError: the cluster has no room.
     """
     placement = config.placement
     gpu = {"GPU": 1} if _has_gpus(ray, config) else {}
-    tenants = Counter(bundles(config))  # number of actors in each bundle
+    tenants = Counter(bundles(config))  # number of actors in each bundle, in the order of the bundles' indices
 
     bundle = {"CPU": max(tenants.values())} | gpu  # the largest bundle, for the message
     group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")

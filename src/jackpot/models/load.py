@@ -131,7 +131,7 @@ def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.floa
 def _from_pretrained(
     cls: type, path: str | Path, dtype: torch.dtype, device: str | torch.device | None, **options: Any
 ) -> tuple[PreTrainedModel, dict]:
-    """Load a model in eval mode by `cls`, an auto class of transformers, and return it with the loading info of `_read`.
+    """Load a model in eval mode by `cls`, an auto class of transformers, and return its loading info too (`_read`).
 
     From then on this process attends without cuDNN, which torch would prefer: its gradients were NaN on an H100
     (pytorch/pytorch#196678) and its decoding wrong on a B200 (#193893).
@@ -186,7 +186,7 @@ def _check_regular_files(source: str) -> None:
     """Refuse a local folder with a pipe or a device among its files, which a library would read without end."""
     for path in Path(source).iterdir() if Path(source).is_dir() else ():
         if path.suffix in _READ_SUFFIXES and path.exists():
-            check_foreign(path)
+            check_foreign(path)  # raises for anything but a regular file
 
 
 def _check_layer_counts(config: Mapping[str, Any]) -> None:

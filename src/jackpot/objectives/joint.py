@@ -248,9 +248,9 @@ def on_support(
     Args:
         heads: head of the policy, and that of the rollout model where `output` has both.
     """
-    both = [output.policy, output.rollout_model] if isinstance(output, JointOutput) else [output]
+    outputs = [output.policy, output.rollout_model] if isinstance(output, JointOutput) else [output]
     renormalized = []
-    for whole, head in zip(both, heads, strict=True):
+    for whole, head in zip(outputs, heads, strict=True):
         log_probs, top_log_probs = scores_on_support(head, batch, temperature)
         renormalized.append(replace(whole, log_probs=log_probs, gathered=top_log_probs))
 
@@ -276,6 +276,7 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
     """Replace the rollout model in Z by the policy at tokens that the policy sampled (`by_policy`, [N] bool)."""
+    # Where the policy sampled, p_inf is p_policy: Z is min(1, 1 / lam), and fill-ins are the policy's own log-probs.
     itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
     return replace(joint, fill_ins=torch.where(by_policy[:, None], itself, joint.fill_ins), exact_z=exact_z)

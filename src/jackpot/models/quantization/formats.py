@@ -61,7 +61,7 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
             continue  # no matrix, or the matrix of the key HEAD
 
         if scheme and reason is None:
-            activations = scheme.activations and _grid_text(scheme.activations)
+            activations = scheme.activations and _grid_text(scheme.activations)  # None: they are not quantized
             formats[name] = f"weights {_grid_text(scheme.weights)}, activations {activations or products}"
         else:
             own_format = side.dtype if reason == "embedding" else products

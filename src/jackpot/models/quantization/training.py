@@ -109,7 +109,10 @@ class CodedLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
-        """Take over the parameters of `layer`; `backward` chooses the formula of the gradients (`CodedProduct`)."""
+        """Take over the parameters of `layer`; quantize its weight by `grid` and its inputs by `rows`.
+
+        `backward` chooses the formula of the gradients (`CodedProduct`).
+        """
         nn.Module.__init__(self)  # not nn.Linear's, which would make new parameters
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias

@@ -196,7 +196,8 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` added if missing."""
+    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` added if missing.
+    The name `obrs/acceptance` tells whether a correction has measured them itself."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 

@@ -96,8 +96,8 @@ def z_only(kappa_z: Tensor, c1: float) -> Weighed:
 def mask_only(rollout_log_probs: Tensor, uniforms: Tensor, acceptance: Tensor, mask: str) -> Weighed:
     """Reject tokens as OBRS does, and weigh the accepted ones by 1: `mask_only` (submission, Tables 5 and 6).
 
-    Accepted tokens have the distribution p~ = min(p_inf, p_target / lam) / Z, which is closer to the target than p_inf,
-    and are trained on as if p~ were the target.
+    Accepted tokens have the distribution p~ = min(p_inf, p_target / lam) / Z, with Z the sum of that minimum over all
+    tokens. It is closer to the target than p_inf, and accepted tokens are trained on as if p~ were the target.
     Biased towards the rollout model, by the remaining divergence KL(p_target || p~), and towards states of high Z.
     """
     return Weighed(torch.ones_like(rollout_log_probs), accepted=MASKS[mask](acceptance, uniforms))
@@ -106,7 +106,8 @@ def mask_only(rollout_log_probs: Tensor, uniforms: Tensor, acceptance: Tensor, m
 def target_only(log_ratio: Tensor, to_proximal: Tensor, c1: float, c2: float) -> Weighed:
     """Weigh a token by min(rho, c1) * min(p_proximal / p_target, c2), without Z or mask: `target_only`.
 
-    This is TIS at OBRS's target and caps, biased as `tis`. With target and proximal point equal it is `tis` at cap c1.
+    Here rho = p_target / p_inf. This is TIS at OBRS's target and caps, biased as `tis`. With target and proximal point
+    equal it is `tis` at cap c1.
     """
     return _capped(log_ratio.exp(), to_proximal, c1, c2)
 

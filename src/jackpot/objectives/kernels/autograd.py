@@ -253,7 +253,7 @@ class _TilePlan(NamedTuple):
         blocks: Sequence[PositionBlock],
         visit: Callable[[PositionBlock, slice], None],
     ) -> None:
-        """Set the heads to each tile of the vocabulary in turn, and call `visit(block, tile)` for every block of positions.
+        """Set the heads to each tile of the vocabulary in turn, and call `visit(block, tile)` for all blocks of positions.
 
         A tile is a slice of tokens: `visit` reads from the heads the logits of its block's positions at these tokens.
         """
