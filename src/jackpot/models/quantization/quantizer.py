@@ -133,7 +133,7 @@ def block_scales(largest: Tensor, grid: Grid) -> Tensor:
     largest, largest_code = largest.clamp(min=_SMALLEST), LARGEST[grid.codes]
     if grid.scales == "float32":
         return largest / largest_code
-    # max |x| / L, L = `largest_code` = 2 * fraction * 2^(exponent - 1): only the divisor 2 * fraction is no power of two.
+    # max |x| / L with L the largest code, 2 * fraction * 2^(exponent - 1): only 2 * fraction is no power of two.
     fraction, exponent = math.frexp(largest_code)
     return next_power_of_two(largest * 2.0 ** (1 - exponent), 2.0 * fraction)
 

@@ -253,9 +253,9 @@ class _TilePlan(NamedTuple):
         blocks: Sequence[PositionBlock],
         visit: Callable[[PositionBlock, slice], None],
     ) -> None:
-        """Set the heads to each tile of the vocabulary in turn, and call `visit(block, tile)` for all blocks of positions.
+        """Set the heads to each tile of the vocabulary in turn, and then call `visit(block, tile)` for every block.
 
-        A tile is a slice of tokens: `visit` reads from the heads the logits of its block's positions at these tokens.
+        A tile is a slice of tokens, a block some of the N positions: `visit` reads from the heads the logits of both.
         """
         for tile in self.tiles:
             for head in heads:
