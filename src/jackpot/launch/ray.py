@@ -155,7 +155,7 @@ class EngineActor:
                 file.write(weights.data)
                 here = {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
 
-            signs = self._signs  # how many of them were reported; read before the host can give another
+            signs = self._signs  # number of signs reported so far; read before the host can give another
             answer: Future[Tensor] = self._thread.submit(self._host.answer, _tensor(message), **here)
             while not answer.done():
                 wait([answer], timeout=SIGN_SECONDS)

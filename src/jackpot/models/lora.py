@@ -237,8 +237,8 @@ def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] 
 
 
 def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], part: Part) -> list[Path]:
-    """Write one of several parts of a model's weights, by the names that files of such a model have; return its file.
-    With the first part, write the config too."""
+    """Write one of several parts of a model's weights, by the names that files of such a model have; with the first
+    part, the config too. Return the part's file, or [] for a part without weights."""
     if part.number == 0:
         config_folder = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
         model.save_pretrained(config_folder, state_dict={})
