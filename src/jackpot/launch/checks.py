@@ -82,7 +82,7 @@ def _check_rows(config: Config, specs: Mapping[str, EngineSpec]) -> None:
     for name, (settings, path, rows) in specs.items():  # `rows`: what all models of the run have
         own_rows = head_rows({name: path})
         drafts = config.draft is not None and isinstance(settings, VLLMEngineConfig)
-        if own_rows > rows and (drafts or is_remote(settings)):
+        if own_rows > rows and (drafts or is_remote(settings)):  # any other engine draws from `rows` ids alone
             raise EngineError(
                 f"{name}={settings.name}{' with drafts' if drafts else ''} samples from all {own_rows} rows of the "
                 f"output layer of {path}, and another model of the run has {rows}; use transformers, or take a copy of "

@@ -48,6 +48,7 @@ def make_engine(
         assert drafter is None or isinstance(drafter, VLLMEngine)  # Config has checked that both name one engine
         return VLLMEngine(path, settings, device=device, version=version, drafter=drafter, rows=rows)
 
+    # An engine of servers reads the model's shapes, and sends its weights; it computes nothing with it.
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote(settings) else device)
     end_tokens = eos_token_ids(model)
     if isinstance(settings, TransformersEngineConfig):

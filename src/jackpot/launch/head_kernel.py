@@ -30,7 +30,8 @@ def tile_reader(kernel: str, device: torch.device) -> TileReader:
     """Return the kernel that computes sums and gradients from an output layer's logits, one tile of them at a time.
 
     Args:
-        kernel: the setting `head_kernel`. `auto` takes Triton's on CUDA if it runs, else the eager one.
+        kernel: the setting `head_kernel`. `auto` takes Triton's on CUDA if it runs, else the eager one,
+            with a warning if Triton is installed and does not run.
 
     Raises:
         ConfigError: `kernel` is triton, and Triton is missing or runs no kernel, or the device is no GPU.

@@ -62,7 +62,7 @@ class SavedRun:
         if not chosen:
             known = ", ".join(str(file.iteration) for file in files) or "none"
             raise DataError("\n".join([f"{self.folder} has no rollouts of {iteration=}; it has {known}", *unreadable]))
-        return read_columns(chosen[-1])
+        return read_columns(chosen[-1])  # the newest: the files are in the order of iterations
 
 
 def train_config(

@@ -71,7 +71,7 @@ def leading(config: Config, run: Path) -> Iterator[BuildLearner]:
 
     with _joined(store, process, run, timeout, backend) as ranks:
         yield partial(_build_leader, ranks)
-        ranks.end()
+        ranks.end()  # the block is done: the other ranks leave too
 
 
 def follow_leader(process: ProcessRank) -> None:
@@ -176,7 +176,7 @@ def _rendezvous(process: ProcessRank) -> dist.Store:
 
 @contextmanager
 def _joined(store: dist.Store, process: ProcessRank, run: Path, timeout: float, backend: str) -> Iterator[Ranks]:
-    """Join the ranks by torch.distributed for the block, and yield them.
+    """Join the ranks by torch.distributed, yield them, and leave them if the block ends without an error.
 
     Args:
         timeout: seconds that a rank waits for the others.

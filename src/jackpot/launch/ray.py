@@ -105,11 +105,11 @@ class EngineActor:
         _enter(folder)
         self._make = make
         self._setup = b""  # what the engines were made from; empty before `begin`
-        self._engines: Mapping[str, Engine] = {}
+        self._engines: Mapping[str, Engine] = {}  # by the key of their settings; {} before `begin`
         self._host: EngineHost | None = None  # answers the messages of the engine pool
         self._refusal: Tensor | None = None  # the answer to every message where the engines refuse the setup
         self._thread = ThreadPoolExecutor(1)  # one thread makes all calls of engines
-        self._signs = 0  # signs of life that the host has given
+        self._signs = 0  # number of signs of life that the host has given, by calls of `_sign`
 
     def node(self) -> str:
         """Return the id of this process's node."""
@@ -155,7 +155,7 @@ class EngineActor:
                 file.write(weights.data)
                 here = {"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"}
 
-            signs = self._signs  # signs of life that were reported; read before the host can give another
+            signs = self._signs  # number of signs reported so far; read before the host can give another
             answer: Future[Tensor] = self._thread.submit(self._host.answer, _tensor(message), **here)
             while not answer.done():
                 wait([answer], timeout=SIGN_SECONDS)
@@ -178,8 +178,8 @@ class RayLink(Link):
         """Keep the arguments, which the class explains; nothing is sent to the actor before `open`."""
         self._actor, self._setup = actor, pack(setup).numpy()
         self.silence = silence
-        self._node = ""
-        self._hangs = False
+        self._node = ""  # id of the actor's node, known after `open`
+        self._hangs = False  # whether the actor gave no sign of life in time, so that `close` kills it
 
     async def open(self) -> None:
         """Have the actor make its engines and a new host, after a restart if it hung; raise PeerLost if it is lost."""
@@ -191,7 +191,7 @@ class RayLink(Link):
 
     async def ask(self, message: Tensor) -> Tensor:
         """Send a message to the actor, and wait for its answer; raise PeerLost if the actor is lost meanwhile."""
-        with self._lost_named():
+        with self._lost_named():  # raises PeerLost, if an error below means that the actor is lost
             ask = self._actor.answer.options(num_returns="streaming")
             answers = ask.remote(message.numpy(), self._weights(message))
             while True:
@@ -313,7 +313,7 @@ def _ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        if error.name != "ray":
+        if error.name != "ray":  # Ray is there, and something that it imports is missing
             raise
         raise ConfigError(
             f"placement.launcher is 'ray', and the package ray is not installed; {install('ray')}, or leave "
@@ -360,14 +360,14 @@ def _cluster(config: Config) -> Iterator[Any]:
 
 
 def _placement_group(ray: Any, config: Config) -> Any:
-    """Reserve the bundles of all ranks and engines, on as few nodes as have room.
+    """Reserve the bundles of all ranks and engines, on as few nodes as have room, and return their placement group.
 
     Raises:
         ConfigError: the cluster has no room.
     """
     placement = config.placement
     gpu = {"GPU": 1} if _has_gpus(ray, config) else {}
-    tenants = Counter(bundles(config))  # number of actors in each bundle
+    tenants = Counter(bundles(config))  # number of actors in each bundle, in the order of the bundles' indices
 
     bundle = {"CPU": max(tenants.values())} | gpu  # the largest bundle, for the message
     group = ray.util.placement_group([{"CPU": count} | gpu for count in tenants.values()], strategy="PACK")

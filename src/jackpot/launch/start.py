@@ -79,7 +79,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         for event in _events_of_computing(config):
-            folder.event(max(iteration, 0), event)
+            folder.event(max(iteration, 0), event)  # for a new run, whose `iteration` is -1, at iteration 0
 
         for damage in corrupt:
             facts = {"checkpoint": damage.folder.name, "file": damage.file, "why": damage.why}

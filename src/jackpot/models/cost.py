@@ -53,14 +53,14 @@ def _weights_met(module: nn.Module, config: PreTrainedConfig) -> int:
 
 def head_cost(model: PreTrainedModel) -> int:
     """Return the FLOPs of one token in the output layer; `ForwardCost.per_token` includes them."""
-    return 2 * output_layer(model).weight.numel()
+    return 2 * output_layer(model).weight.numel()  # a product and a sum for each weight
 
 
 def cached_numbers(model: PreTrainedModel) -> int:
     """Return how many numbers the KV cache holds for one token: the keys and values of all layers."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * _head_dim(config)
+    return 2 * config.num_hidden_layers * heads * _head_dim(config)  # 2: keys and values
 
 
 def _head_dim(config: PreTrainedConfig) -> int:

@@ -75,7 +75,7 @@ def token_hidden(model: PreTrainedModel, batch: TokenBatch, index: Tensor) -> Te
         )
         return hidden.flatten(0, 1).index_select(0, index)
     states = read_row(backbone(model), batch.packed)
-    # `predicting` has, for each response token, the index in `states` of the state that predicts it.
+    # `predicting` [B, T] has the index in `states` of the state that predicts a token; `index` names N of the tokens.
     return states.index_select(0, batch.packed.predicting.flatten().index_select(0, index))
 
 
@@ -170,7 +170,8 @@ def predicting_hidden(
 
 
 def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: DynamicCache | None) -> Tensor:
-    """Return the backbone's last hidden states at `ids` [B, S] and extend the cache; `mask` covers cache and ids."""
+    """Return the backbone's last hidden states at `ids`, [B, S, H], and extend the cache; None: no cache.
+    `mask` covers cache and ids, False on padding; None: nothing is padded."""
     output = backbone(model)(
         input_ids=ids,
         attention_mask=mask,
@@ -330,6 +331,7 @@ def check_head(model: PreTrainedModel) -> None:
     logits = model(input_ids=ids, use_cache=False).logits.float()
     from_hidden = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
     tolerance = 0.02 * logits.abs().max().item()  # above the rounding of bfloat16, below any scale in use
+    # NaN in both is no difference: it tells nothing of what lies between hidden states and logits.
     if not torch.allclose(from_hidden, logits, rtol=0.0, atol=tolerance, equal_nan=True):
         raise ModelError(
             f"{type(model).__name__} computes more than its output layer between hidden states and logits, which is "

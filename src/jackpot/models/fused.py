@@ -165,7 +165,7 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return x cos + (x_2 first, x_1 second) for x = (x_1, x_2), halves of the last dimension, with the strides of x.
+    """Return x cos + (x_2 first, x_1 second) for x [B, heads, S, D] = (x_1, x_2), halves of D, with the strides of x.
     `first` and `second` are halves of the sine; which of them is negated gives the direction of the rotation."""
     out, half = torch.empty_like(x), x.shape[-1] // 2
     # A run is so many positions that x has at most CHUNK numbers at them, but at least one position.
@@ -332,6 +332,7 @@ def _agree(own_forward: Forward, fused: Forward, inputs: Sequence[Tensor], modul
         for run in (own_forward, fused):
             outputs = run(*leaves)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            # The gradients of the outputs: the same in both passes, as `_random_inputs` has a fixed seed.
             factors = [_random_inputs(*output.shape).to(output.dtype) for output in outputs]
             results.append([*outputs, *torch.autograd.grad(outputs, [*leaves, *weights], factors)])
 

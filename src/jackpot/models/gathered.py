@@ -167,7 +167,8 @@ def gather(
 
 
 def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Gather tensors on a rank in one message of bytes, each shard padded to the length of the first rank's shard."""
+    """Gather tensors on a rank in one message of bytes, and yield them there with their names; elsewhere yield nothing.
+    Each shard is padded to the length of the first rank's shard."""
     ranks = dist.get_world_size()
     # Bytes of the first rank's shard of each tensor, rows times bytes per row: FSDP cuts a tensor's rows evenly, and
     # rounds up, as -(-a // b) does.

@@ -131,7 +131,7 @@ def in_float32(module: nn.Module, cast: Callable[[Tensor], Tensor] = Tensor.floa
 def _from_pretrained(
     cls: type, path: str | Path, dtype: torch.dtype, device: str | torch.device | None, **options: Any
 ) -> tuple[PreTrainedModel, dict]:
-    """Load a model in eval mode, with the names of missing, unexpected and misshapen weights.
+    """Load a model in eval mode by `cls`, an auto class of transformers, and return its loading info too (`_read`).
 
     From then on this process attends without cuDNN, which torch would prefer: its gradients were NaN on an H100
     (pytorch/pytorch#196678) and its decoding wrong on a B200 (#193893).
@@ -186,7 +186,7 @@ def _check_regular_files(source: str) -> None:
     """Refuse a local folder with a pipe or a device among its files, which a library would read without end."""
     for path in Path(source).iterdir() if Path(source).is_dir() else ():
         if path.suffix in _READ_SUFFIXES and path.exists():
-            check_foreign(path)
+            check_foreign(path)  # raises for anything but a regular file
 
 
 def _check_layer_counts(config: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
             source, trust_remote_code=False, local_files_only=stays_local(source), **options
         )
         with torch.device("meta"):
-            model_class = type(cls.from_config(config))
+            model_class = type(cls.from_config(config))  # the class that the auto class `cls` chooses
 
         zero = torch.zeros((), dtype=dtype)
         model, info = model_class.from_pretrained(
@@ -274,7 +274,8 @@ def _views(source: str) -> dict[str, Tensor]:
 
 
 def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tuple[PreTrainedModel, dict]:
-    """Read a model on the CPU, with the names of missing, unexpected and misshapen weights; or raise ModelError."""
+    """Read a model on the CPU by `cls`, an auto class of transformers; raise ModelError where it cannot be read.
+    Also return transformers' loading info: the names of missing, unexpected and misshapen weights."""
     source = resolve_path(path)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"the folder {path} has no config.json, so it is not a model. {ADVICE}")
@@ -295,7 +296,7 @@ def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tu
 
 
 def _aligned(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy weights that lie in the memory of their file, at any address, to an address such as torch chooses.
+    """Copy weights that lie in the memory of their file, at any address, to a multiple of ALIGNMENT; return the model.
 
     The product of a matrix and a vector adds up in an order that depends on the address. So without this a run that
     continues from a checkpoint would not be bit-equal to one that was never stopped.
@@ -307,7 +308,7 @@ def _aligned(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _check_fit(path: str | Path, model: PreTrainedModel, info: dict) -> None:
-    """Raise ModelError unless the weights in the folder are exactly those of the model."""
+    """Raise ModelError unless the weights in the folder are exactly those of the model; `info` is as from `_read`."""
     kinds = {"missing_keys": "missing", "unexpected_keys": "unknown", "mismatched_keys": "misshapen"}
     for key, kind in kinds.items():
         if names := sorted(map(str, info[key])):
@@ -404,7 +405,7 @@ def check_same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase)
 
     differing = [token for token in first | second if first.get(token) != second.get(token)]
     ids = {token: (first.get(token, inf), second.get(token, inf)) for token in differing}  # inf: no such token
-    # The token with the lowest id in either tokenizer.
+    # The token with the lowest id in either tokenizer; of two with that id, the one that has it in the first.
     token = min(differing, key=lambda token: (min(ids[token]), ids[token]))
     raise DataError(
         f"the tokenizers differ at token {token!r}: id {first.get(token, 'none')} in {a.name_or_path or 'the first'}, "

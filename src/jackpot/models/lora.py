@@ -137,7 +137,7 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     """
     adapter = _adapter_parameters(model)
     if not adapter and not any(map(is_sharded, model.parameters())):
-        return partial(_write_whole, model, folder, state=None)
+        return partial(_write_whole, model, folder, state=None)  # nothing to merge or to gather
 
     base_digest = weights_digest(gather(_plain_base(model)), torch.float32) if adapter else ""
     # On the CPU: the adapter's tensors, and the merged weights that are dealt out to this part.
@@ -237,7 +237,8 @@ def _write_whole(model: PreTrainedModel, folder: Path, state: dict[str, Tensor] 
 
 
 def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], part: Part) -> list[Path]:
-    """Write one of several parts of a model's weights, by the names that files of such a model have."""
+    """Write one of several parts of a model's weights, by the names that files of such a model have; with the first
+    part, the config too. Return the part's file, or [] for a part without weights."""
     if part.number == 0:
         config_folder = folder / "config"  # `save_pretrained` would remove the parts that stand in its folder
         model.save_pretrained(config_folder, state_dict={})

@@ -68,6 +68,7 @@ class AttentionPlan:
         if (window, dtype) not in self._masks:
             # For each block, the last key that each of its queries sees, once for each different mask of the block.
             last_keys = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
+            # None where each query sees all keys up to it: no prompt is shared, and no window hides a key.
             self._masks[window, dtype] = [
                 None
                 if block.is_square and (window is None or window >= block.keys)

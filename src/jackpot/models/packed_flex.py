@@ -36,7 +36,7 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     starts, indices = row.cu_queries[:-1], torch.arange(len(row.cu_queries) - 1, device=positions.device)
     sequence = torch.repeat_interleave(indices, row.cu_queries.diff(), output_size=size)  # [S], of each token
 
-    is_prompt = positions.index_select(0, starts) == 0
+    is_prompt = positions.index_select(0, starts) == 0  # a response's positions go on behind those of its prompt
     prompts = torch.where(is_prompt, indices, 0).cummax(0).values  # [sequences], the last prompt up to each sequence
     prompt = prompts.index_select(0, sequence)  # [S], the sequence that is the prompt of each token
 
@@ -53,21 +53,21 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     first_sequence, last_sequence = sequence.index_select(0, first), sequence.index_select(0, last)
     first_prompt = prompt.index_select(0, first)
 
-    # Rows are blocks of queries, columns blocks of keys. Partly visible: a query may see a key. All visible: each query
-    # sees each key. `has_prompt` asks for the prompt of the first query alone: any later prompt of the block begins
-    # inside of the block, so no earlier block of keys has it.
-    # Partly visible keys: of the first query's sequence, a later one or its prompt; in this block or an earlier one.
+    # Masks [blocks, blocks]: rows are blocks of queries, columns blocks of keys.
+    # True where the block of keys has tokens of the first query's prompt. Other prompts of the block of queries begin
+    # inside of that block, so no earlier block of keys has them.
     has_prompt = (first_sequence <= first_prompt[:, None]) & (first_prompt[:, None] <= last_sequence)
+    # A query may see a key: keys of the first query's sequence, a later one or its prompt; in this block or an earlier.
     is_partly_visible = ((last_sequence >= first_sequence[:, None]) | has_prompt) & (first <= first[:, None])
     is_single = first_sequence == last_sequence  # [blocks], True where all tokens of a block are of one sequence
-    # All visible keys: of one sequence, the queries' own or their prompt, in an earlier block.
+    # Each query sees each key: the keys are of one sequence, the queries' own or their prompt, in an earlier block.
     is_all_visible = (
         is_single
         & is_single[:, None]
         & ((first_sequence == first_sequence[:, None]) | (first_sequence == first_prompt[:, None]))
         & (first < first[:, None])
     )
-    if window is not None:
+    if window is not None:  # also the last query has to see the first key
         is_all_visible = is_all_visible & (
             positions.index_select(0, last)[:, None] - positions.index_select(0, first) < window
         )

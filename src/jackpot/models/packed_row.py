@@ -190,8 +190,8 @@ def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[
     indices = sorted(indices, key=lambda index: (sequences[index].num_queries, sequences[index].num_keys))
     ordered = [sequences[index] for index in indices]
 
-    # A group: the sequences of one length, rounded up to a multiple of `step`. A block is one or more whole groups.
-    # `starts` and `ends` say where each group stands in `ordered`.
+    # A group: the sequences of one length, rounded up to a multiple of `step`, which leaves at most MAX_LENGTHS groups.
+    # A block is one or more whole groups. `starts` and `ends` say where each group stands in `ordered`.
     step = -(-ordered[-1].num_queries // MAX_LENGTHS)  # -(-a // b) is a / b rounded up
     ends = [
         place + 1
@@ -219,4 +219,4 @@ def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[
         first = best[num_groups][1]
         blocks.append(indices[starts[first] : ends[num_groups - 1]])
         num_groups = first
-    return blocks[::-1]
+    return blocks[::-1]  # the block of the shortest sequences first

@@ -129,7 +129,7 @@ def sample_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens of `sample_tokens`, [N] int64, and the sum of each row, [N] float64.
+    """Return the tokens that `sample_tokens` draws, [N] int64, and the sum of each row of `probs`, [N] float64.
 
     A token is the inverse of the cumulative distribution at the row's uniform, found in two steps: among the sums of
     blocks of _BLOCK tokens, then among the tokens of one block.
@@ -140,7 +140,7 @@ def _invert(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if whole < size:
         block_sums = torch.cat([block_sums, probs[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
 
-    # Step 1: the block in which the running sum exceeds the goal, and what the blocks before it leave of the goal.
+    # Step 1: the block at which the running sum exceeds the goal, uniform x total, and what is left of the goal there.
     running = block_sums.cumsum(dim=-1)
     goal = uniforms[:, None] * running[:, -1:]
     block = _first_above(running, block_sums, goal)  # [N, 1]

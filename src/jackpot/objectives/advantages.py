@@ -32,6 +32,7 @@ def grpo(outcomes: Outcomes) -> Tensor:
     """
     centred = dr_grpo(outcomes)  # r - mean of group
     std = (_group_sum(centred.square(), outcomes.groups) / (_group_sizes(outcomes) - 1).clamp(min=1)).sqrt()
+    # `tiny` only keeps a division by 0 away, of rewards that get 0 anyway.
     return torch.where(centred == 0, 0.0, centred / std.clamp(min=torch.finfo(std.dtype).tiny))
 
 
@@ -61,6 +62,7 @@ def opo(outcomes: Outcomes) -> Tensor:
     """
     rewards, groups, lengths = outcomes.rewards, outcomes.groups, outcomes.lengths.to(outcomes.rewards.dtype)
     total = _group_sum(lengths, groups)
+    # A group without a sampled token has a baseline of 0.
     baseline = _group_sum(lengths * rewards, groups) / torch.where(total > 0, total, 1.0)
     return torch.where(_is_equal(outcomes), 0.0, rewards - baseline)
 

@@ -114,9 +114,9 @@ class OldLogProbs:
 
     @classmethod
     def of(cls, scores: TokenScores) -> "OldLogProbs":
-        """Take log-probs and Z, detached, from a forward pass with the weights of the time.
+        """Take log-probs, and Z with its lam, detached, from the scores of a forward pass.
 
-        These are the old ones only if the batch has had no update yet.
+        They are the old ones only if the pass came before the first update on the batch.
         """
         return cls(
             old_log_probs=scores.log_probs.detach(),
@@ -248,9 +248,9 @@ def on_support(
     Args:
         heads: head of the policy, and that of the rollout model where `output` has both.
     """
-    both = [output.policy, output.rollout_model] if isinstance(output, JointOutput) else [output]
+    outputs = [output.policy, output.rollout_model] if isinstance(output, JointOutput) else [output]
     renormalized = []
-    for whole, head in zip(both, heads, strict=True):
+    for whole, head in zip(outputs, heads, strict=True):
         log_probs, top_log_probs = scores_on_support(head, batch, temperature)
         renormalized.append(replace(whole, log_probs=log_probs, gathered=top_log_probs))
 
@@ -276,21 +276,23 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
     """Replace the rollout model in Z by the policy at tokens that the policy sampled (`by_policy`, [N] bool)."""
+    # Where the policy sampled, p_inf is p_policy: Z is min(1, 1 / lam), and fill-ins are the policy's own log-probs.
     itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
     return replace(joint, fill_ins=torch.where(by_policy[:, None], itself, joint.fill_ins), exact_z=exact_z)
 
 
 def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: Tensor, lam: float) -> obrs.ZEstimate:
-    """Estimate Z at N tokens from both models' top k; `current` [N] is `rollout_weights_are_current`."""
+    """Estimate Z = sum_x min(p_inf(x), p_policy(x) / lam) at N tokens from both models' top k.
+    `top_ids` and `top_log_probs` [N, K] are the engine's; `current` [N] is `rollout_weights_are_current`."""
     policy = joint.policy
     return obrs.topk_z(
         rollout_top_log_probs=top_log_probs,
-        target_at_rollout_top=policy.gathered,
+        target_at_rollout_top=policy.gathered,  # the policy's log-probs at the engine's top-k ids
         rollout_top_ids=top_ids,
         target_top_ids=policy.top_ids,
         target_top_log_probs=policy.top_log_probs,
-        fill_ins=joint.fill_ins,  # the rollout model's log-probs, in training, at the policy's top-k ids
+        fill_ins=joint.fill_ins,  # log-probs, in training, of the model that sampled, at the policy's top-k ids
         fill_valid=current,  # where these are also log p_inf, those of the engine that sampled
         lam=lam,
     )
@@ -407,7 +409,9 @@ def joint_loss(
     totals: Sums,
     max_length: int,
 ) -> JointLoss:
-    """Compute eq. 8 on one micro-batch; each numerator carries its own model's gradient.
+    """Compute the terms of eq. 8 on one micro-batch: the policy's loss and the rollout model's two losses.
+
+    Each is a numerator with its own model's gradient; the learner divides it by the optimizer step's denominator.
 
     Args:
         rollout_model: the rollout model's objective; None where no rollout model is trained.
@@ -448,7 +452,7 @@ def policy_report(
         correction: the result of applying the policy's correction to `terms.inputs` and `totals`.
         totals, max_length: as in `joint_loss`.
     """
-    inputs, lam = terms.inputs, objective.correction.lam
+    inputs, lam = terms.inputs, objective.correction.lam  # `lam` is for tokens without one of a budget, `inputs.lam`
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
     budget_metrics = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam, inputs.response_mask)}
 
@@ -468,7 +472,9 @@ def policy_report(
 def rollout_model_loss(
     objective: RolloutModelObjective | None, batch: TokenBatch, scores: TokenScores, old: OldLogProbs, max_length: int
 ) -> tuple[Tensor, Tensor, Sums]:
-    """Compute ppo_weight * eq. 6 and distill_weight * eq. 7 over all response tokens: two numerators and metrics.
+    """Compute the rollout model's PPO loss (eq. 6) and distillation loss (eq. 7), each times its weight, and metrics.
+
+    Both run over all response tokens, also over those that the policy's correction rejects.
 
     Args:
         objective: None where no rollout model is trained: then both numerators are 0, and there are no metrics.
@@ -494,7 +500,7 @@ def rollout_model_loss(
         response_mask=mask,
         uniforms=batch.uniforms,
         advantages=batch.advantages,
-        z=old.z,
+        z=old.z,  # the field must be given; no correction that a rollout model may have reads it
     )
 
     correction = objective.correction.apply(inputs, {})

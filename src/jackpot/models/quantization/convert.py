@@ -51,7 +51,7 @@ def quantized_names(model: nn.Module) -> Conversion:
             or (_ROUTER.search(path) and "router")
             or (uses[id(parameter)] > 1 and "shared by several layers")
             or (_reads_weight(type(modules[parent]), child) and "read by its parent")
-            or None
+            or None  # in place of False, where no condition holds
         )
 
     converted = tuple(name for name, reason in reasons.items() if reason is None)

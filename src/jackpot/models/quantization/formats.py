@@ -58,10 +58,10 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
     for name, parameter in model.named_parameters():
         reason = reasons.get(name)
         if parameter.ndim < 2 or reason == "output layer":
-            continue
+            continue  # no matrix, or the matrix of the key HEAD
 
         if scheme and reason is None:
-            activations = scheme.activations and _grid_text(scheme.activations)
+            activations = scheme.activations and _grid_text(scheme.activations)  # None: they are not quantized
             formats[name] = f"weights {_grid_text(scheme.weights)}, activations {activations or products}"
         else:
             own_format = side.dtype if reason == "embedding" else products
@@ -76,7 +76,8 @@ def layer_differences(first: Mapping[str, str], second: Mapping[str, str]) -> tu
     Layers whose names differ in a number alone become one entry. Formats that differ only in the reason for not
     quantizing are equal.
     """
-    # Each difference once, with * in place of the layers' numbers, and how many layers have it.
+    # Each difference once, with * in place of the layers' numbers, and how many layers have it. Formats are compared up
+    # to _KEPT, behind which the reason for not quantizing stands.
     counts = Counter(
         (re.sub(r"\.\d+(?=\.)", ".*", name).removesuffix(".weight"), first[name], second[name])
         for name in first

@@ -37,7 +37,7 @@ def product_name(device: torch.device, codes: torch.dtype = E4M3) -> ProductName
 @cache
 def _has_scaled_mm(index: int | None) -> bool:
     """Tell whether a GPU multiplies FP8 codes with a scale per block: a Hopper, with CUDA 12.9 and `scaled_mm`."""
-    recent = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) >= (12, 9)
+    recent = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) >= (12, 9)  # major, minor
     return recent and hasattr(torch.nn.functional, "scaled_mm") and torch.cuda.get_device_capability(index) == (9, 0)
 
 

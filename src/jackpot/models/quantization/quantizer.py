@@ -68,6 +68,7 @@ def quantize(values: Tensor, grid: Grid) -> Quantized:
     kernel gives the same bits.
     """
     # Scales that are no powers of two take a division by the largest code, which compiled code rounds in its own way.
+    # Where the compiled function does not serve, `_codes_and_scales` computes by torch's operators.
     is_exact = grid.scales == "power_of_two"
     formula = (_compiled(grid, values.device) if is_exact and values.is_cuda else None) or _codes_and_scales
     return Quantized(*formula(values, grid), grid)
@@ -129,11 +130,11 @@ def encode(values: Tensor, scales: Tensor | float, codes: torch.dtype) -> Tensor
 
 def block_scales(largest: Tensor, grid: Grid) -> Tensor:
     """Return the scale of each block, float32, from the block's largest absolute number."""
-    largest, codes = largest.clamp(min=_SMALLEST), LARGEST[grid.codes]
+    largest, largest_code = largest.clamp(min=_SMALLEST), LARGEST[grid.codes]
     if grid.scales == "float32":
-        return largest / codes
-    # max |x| / L with L = 2 * fraction * 2^(exponent - 1): only the divisor 2 * fraction is no power of two.
-    fraction, exponent = math.frexp(codes)
+        return largest / largest_code
+    # max |x| / L with L the largest code, 2 * fraction * 2^(exponent - 1): only 2 * fraction is no power of two.
+    fraction, exponent = math.frexp(largest_code)
     return next_power_of_two(largest * 2.0 ** (1 - exponent), 2.0 * fraction)
 
 

@@ -109,7 +109,10 @@ class CodedLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, grid: Grid, backward: Backward, rows: "LastRows") -> None:
-        """Take over the parameters of `layer`; `backward` chooses the formula of the gradients (`CodedProduct`)."""
+        """Take over the parameters of `layer`; quantize its weight by `grid` and its inputs by `rows`.
+
+        `backward` chooses the formula of the gradients (`CodedProduct`).
+        """
         nn.Module.__init__(self)  # not nn.Linear's, which would make new parameters
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
@@ -124,7 +127,7 @@ class CodedLinear(nn.Linear):
         device = inputs.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
 
-        rows = self._rows.of(inputs, dtype)
+        rows = self._rows.of(inputs, dtype)  # the inputs in codes, [M, K]
         flat = inputs.to(dtype).reshape(-1, self.in_features)
         outputs = CodedProduct.apply(flat, weight, rows, self._grid, self._backward)
         outputs = outputs.reshape(*inputs.shape[:-1], self.out_features)
@@ -273,7 +276,8 @@ def _with_rounded_lookup(module: nn.Embedding, forward: Forward, dtype: torch.dt
 def _with_rounded_weights(
     modules: Sequence[nn.Module], forward: Forward, dtype: torch.dtype, *args: Any, **options: Any
 ) -> Any:
-    """Run a forward in which rounded copies replace the weights of some modules; gradients reach the weights."""
+    """Run a forward while rounded copies replace the weights of some modules, and put the weights back after it.
+    Gradients reach the weights."""
     originals = [dict(module._parameters) for module in modules]
     for module in modules:
         parameters: dict[str, Any] = module._parameters  # Any, as here tensors replace parameters

@@ -75,7 +75,7 @@ class Kappas(NamedTuple):
     of_policy: Tensor | None = None  # factor for tokens that the policy sampled, where two models sampled; else None
 
     def by_response(self, by_policy: Tensor | None) -> Tensor:
-        """Return the factor kappa of each response, [B, 1], or a scalar where all responses have the same.
+        """Return kappa, the factor on estimates of Z, of each response, [B, 1]; a scalar where all have the same.
 
         Args:
             by_policy: [B] bool, True where the policy sampled the response; None where one model sampled all.
@@ -196,7 +196,8 @@ def split_by_model(mask: Tensor, by_policy: Tensor | None) -> dict[str, Tensor]:
 
 
 def measured(correction: CorrectionFn, inputs: CorrectionInputs) -> Sums:
-    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` added if missing."""
+    """Return the sums of `correction.measure` on a micro-batch, with those of `measure_overlap` added if missing.
+    The name `obrs/acceptance` tells whether a correction has measured them itself."""
     sums = correction.measure(inputs)
     return dict(sums) if "obrs/acceptance" in sums else {**measure_overlap(inputs, correction.lam), **sums}
 

@@ -75,7 +75,8 @@ def reweight_only(
 ) -> Weighed:
     """Weigh every token by OBRS's weight, min(kappa Z max(lam, rho), c1) r2, and reject none: `reweight_only`.
 
-    Here r2 = min(p_proximal / p_target, c2). Source: submission, appendix C.1.
+    Here rho = p_target / p_inf, Z is the mean of min(1, rho / lam) at the token's prefix, kappa corrects the estimates
+    of Z, and r2 = min(p_proximal / p_target, c2). Source: submission, appendix C.1.
 
     Biased towards the rollout model: a token with rho < lam, which OBRS would mostly reject, keeps the weight Z lam.
     """
@@ -95,8 +96,8 @@ def z_only(kappa_z: Tensor, c1: float) -> Weighed:
 def mask_only(rollout_log_probs: Tensor, uniforms: Tensor, acceptance: Tensor, mask: str) -> Weighed:
     """Reject tokens as OBRS does, and weigh the accepted ones by 1: `mask_only` (submission, Tables 5 and 6).
 
-    Accepted tokens have the distribution p~ = min(p_inf, p_target / lam) / Z, which is closer to the target than p_inf,
-    and are trained on as if p~ were the target.
+    Accepted tokens have the distribution p~ = min(p_inf, p_target / lam) / Z, with Z the sum of that minimum over all
+    tokens. It is closer to the target than p_inf, and accepted tokens are trained on as if p~ were the target.
     Biased towards the rollout model, by the remaining divergence KL(p_target || p~), and towards states of high Z.
     """
     return Weighed(torch.ones_like(rollout_log_probs), accepted=MASKS[mask](acceptance, uniforms))
@@ -105,7 +106,8 @@ def mask_only(rollout_log_probs: Tensor, uniforms: Tensor, acceptance: Tensor, m
 def target_only(log_ratio: Tensor, to_proximal: Tensor, c1: float, c2: float) -> Weighed:
     """Weigh a token by min(rho, c1) * min(p_proximal / p_target, c2), without Z or mask: `target_only`.
 
-    This is TIS at OBRS's target and caps, biased as `tis`. With target and proximal point equal it is `tis` at cap c1.
+    Here rho = p_target / p_inf. This is TIS at OBRS's target and caps, biased as `tis`. With target and proximal point
+    equal it is `tis` at cap c1.
     """
     return _capped(log_ratio.exp(), to_proximal, c1, c2)
 
@@ -115,8 +117,9 @@ def coin_only(
 ) -> Weighed:
     """Reject tokens as OBRS does, and weigh the accepted ones without Z, by min(max(lam, rho), c1) r2: `coin_only`.
 
-    Here r2 = min(p_proximal / p_target, c2). If c1 >= lam, mask times weight has the expectation of the weight of
-    `target_only`, and so the same bias; the mask adds variance.
+    Here rho = p_target / p_inf, r2 = min(p_proximal / p_target, c2), and `acceptance` is the chance of acceptance,
+    min(1, rho / lam). If c1 >= lam, mask times weight has the expectation of the weight of `target_only`, and so the
+    same bias; the mask adds variance.
     """
     return _capped(log_ratio.exp().clamp(min=lam), to_proximal, c1, c2, accepted=MASKS["sampled"](acceptance, uniforms))
 

@@ -78,7 +78,7 @@ def dppo_topk(log_ratio: Tensor, z: ZEstimate, advantages: Tensor, max_tv: float
     1/2 (sum |q - p| + |q_K - p_K|) = max(q_K, p_K) - sum min(q, p). The last sum is Z at lam = 1. Where Z is over the
     whole vocabulary, the total variation is 1 - Z.
     """
-    variation = torch.maximum(z.rollout_mass, z.target_mass) - z.value
+    variation = torch.maximum(z.rollout_mass, z.target_mass) - z.value  # Z at lam = 1, as `dppo` has no setting lam
     moves_away = advantages * log_ratio > 0  # whether the update would raise the variation, as in `dppo`
     return _tis_but(rejected=(variation > max_tv) & moves_away, log_ratio=log_ratio, cap=cap)
 

@@ -193,7 +193,7 @@ class _TilePlan(NamedTuple):
         arguments = zip(tensors, self.soft_caps, self.operand_dtypes, kept_tiles, strict=True)
         return [
             HeadOperands(
-                name=str(i),
+                name=str(i),  # keeps the head's memory in the workspace apart from the other head's
                 tensors=head_tensors,
                 soft_cap=soft_cap,
                 temperature=self.temperature,
@@ -253,10 +253,13 @@ class _TilePlan(NamedTuple):
         blocks: Sequence[PositionBlock],
         visit: Callable[[PositionBlock, slice], None],
     ) -> None:
-        """Call `visit` with every block of positions and every tile of tokens of the vocabulary, tile by tile."""
+        """Set the heads to each tile of the vocabulary in turn, and then call `visit(block, tile)` for every block.
+
+        A tile is a slice of tokens, a block some of the N positions: `visit` reads from the heads the logits of both.
+        """
         for tile in self.tiles:
             for head in heads:
-                head.select(tile)
+                head.select(tile)  # `head.tile(rows)` now returns logits of these tokens
             for block in blocks:
                 visit(block, tile)
 

@@ -43,15 +43,16 @@ def coefficients_of(
 ) -> GradCoefficients | None:
     """Combine the loss's gradients with respect to one head's outputs into coefficients of the logits' gradient.
 
-    Return None if every argument is None. Comments below give the derivative of each output with respect to the logits;
-    p are the head's probabilities.
+    The logits' gradient is on_id onehot(id) + p (constant + on_log log p - on_other_log log o) - on_other o, with p the
+    head's probabilities and o the other head's. Comments below give each output's derivative with respect to the
+    logits. Return None if every argument is None.
 
     Args:
         to_log_probs, to_forward: [N] d loss / d log-probs and d loss / d forward KL, divided by the temperature.
             None for 0, as for every argument.
         entropy, reverse_kl: gradient and value of these outputs.
     """
-    constants: list[Tensor] = []  # their sum is the coefficient `constant`, the part of p's factor without logarithms
+    constants: list[Tensor] = []  # what each output adds to the coefficient `constant`
     on_log = None
 
     if to_log_probs is not None:  # d log p(id) = onehot(id) - p
