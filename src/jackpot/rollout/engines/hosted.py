@@ -366,7 +366,7 @@ class EnginePool:
         as_codes = codes is not None and codes.are_in(weights)
         # Codes and scales keep their dtypes.
         sent = self._share(name, weights, version, dtype=None if as_codes else capabilities.dtype)
-        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))
+        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))  # waits for the hosts
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
 
@@ -429,7 +429,7 @@ class PooledEngine(BackgroundEngine):
         self._pool, self._name = pool, name
         self._capabilities = capabilities
         self._events += events
-        pool.pool.on_failure.append(self._fail)
+        pool.pool.on_failure.append(self._fail)  # a failure of the pool ends this engine too
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call: those of the engine's start, and those of hosts.

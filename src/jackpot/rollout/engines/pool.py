@@ -393,7 +393,10 @@ class Pool(Generic[AnyPeer]):
         return peer.num_running == min(loads) < peer.capacity
 
     async def _do(self, peer: Peer, work: _Work) -> None:
-        """Have a peer do a request and hand over the result; if the peer is lost, queue it again; other errors fail the pool."""
+        """Have a peer do a request and hand over the result; queue the request again if the peer is lost.
+
+        Any other error fails the pool.
+        """
         try:
             result = await peer.run(work.request)
         except PeerLost as lost:

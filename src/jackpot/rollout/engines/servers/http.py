@@ -97,7 +97,9 @@ class HTTPClient(ABC):
         parse: Callable[[Any], Result] = lambda body: body,
         **options: Any,
     ) -> Result:
-        """Send a request and return its parsed JSON.
+        """Send a request and return the response's JSON as `parse` converts it; raise PeerLost if it cannot be read.
+
+        Other errors are those of `_request`.
 
         Args:
             parse: function that converts the response's JSON to the result.

@@ -160,7 +160,7 @@ def log_prob_row(
         advice: end of the error about too few top log-probs: how to start the server.
 
     Raises:
-        EngineError: fewer than `num_top` top tokens, or a log-prob of the sampled token in `top` that is another one.
+        EngineError: not `num_top` top tokens, or a log-prob of the sampled token in `top` that is not `log_prob`.
     """
     listed = top.get(token, log_prob)  # the sampled token's log-prob in `top`, if it is there
     if len(top) > num_top:  # the server has added the sampled token

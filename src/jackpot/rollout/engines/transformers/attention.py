@@ -109,8 +109,8 @@ for _name, _attend, _mask in (
 def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
     """Set the attention implementation of a model as an engine's settings say.
 
-    On a CPU, attention is computed in float64 (`exact` of `set_attention`) where the settings quantize activations and
-    have no draft.
+    On a CPU, attention is computed in float64 (`exact` of `set_attention`) where the settings quantize activations, so
+    that numbers do not depend on the batch, and have no draft, whose rows of different lengths need other attention.
 
     Raises:
         EngineError: as `set_attention`.

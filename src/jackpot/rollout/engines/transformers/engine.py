@@ -187,7 +187,7 @@ class TransformersEngine(QueuedEngine):
         try:
             self._in_flight.complete(self._batch.step())
         except BaseException:
-            self._queue.extendleft(reversed(self._batch.requests))
+            self._queue.extendleft(reversed(self._batch.requests))  # to the front, in their order
             self._batch = None
             raise
         if not self._batch.requests:
