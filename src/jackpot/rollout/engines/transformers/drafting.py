@@ -136,8 +136,8 @@ class DraftedBatch(DecodingBatch):
     def _start(self) -> None:
         """Have the draft model read the prompts, and take over the KV caches of both models."""
         prompts = [request.prompt.token_ids for request in self._all_requests]
-        # The room that it is given is an upper bound, since the cache grows only as needed.
-        reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], max_new_tokens=self._runner.max_length)
+        # `max_length` is an upper bound of the new tokens; the cache grows only as needed.
+        reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], self._runner.max_length)
         reader.prefill()
         # Largest position in the caches; a row's drafts beyond it are not used.
         self._last_position = min(self._runner.max_length - 1, self._max_position)
