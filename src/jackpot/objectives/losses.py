@@ -68,6 +68,7 @@ def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     """
     log_ratio = (log_probs - proximal).detach()
     floor = math.log1p(-low) if low < 1.0 else -math.inf  # log of the least ratio, 1 - low, if that is above 0
+    # As in PPO, the lower bound holds where A < 0, and the upper bound where A > 0.
     bounded = torch.where(advantages < 0, log_ratio.clamp(min=floor), log_ratio)
     bounded = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(high)), bounded)
     clipped = bounded != log_ratio
@@ -77,7 +78,7 @@ def _gmpo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
 
 
 def _cispo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float) -> Surrogate:
-    """Compute SG(clip(r, 1 - clip_low, 1 + clip_high)) A log p_new: every token keeps a gradient, of a bounded weight.
+    """Compute SG(clip(r, 1 - low, 1 + high)) A log p_new, r = p_new / p_proximal: no bound removes a gradient.
 
     CISPO, arXiv 2506.13585 eqs. 4 and 5; SG is the stop-gradient. verl's `cispo` is the same with log r cut at +-20
     (core_algos.py, commit b178a3c); TRL's bounds r from above alone, at `epsilon_high` itself (grpo_trainer.py, commit
@@ -154,7 +155,7 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
         The loss of every token, and a bool that is True where the clip removes its gradient: [B, T] each.
     """
     clipped = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
-    free, held = (values - returns).square(), (clipped - returns).square()
+    free, held = (values - returns).square(), (clipped - returns).square()  # errors of V, and of V held near V_old
     return 0.5 * torch.maximum(free, held), (held > free).detach()
 
 

@@ -103,6 +103,7 @@ def correction_metrics(
 
     # Z is at most min(1, 1 / lam). Where kappa Z exceeds that, beyond two standard errors of kappa, kappa is too large.
     ceiling = (1.0 / torch.as_tensor(inputs.lam_per_token(lam), dtype=torch.float64)).clamp(max=1.0)
+    # Averaged over all response tokens, not by sign or position; kappa also over those of each model.
     whole = {
         "obrs/kappa": kappa.expand_as(factor),
         "obrs/kappa_z_above_1": (kappa - 2.0 * _kappa_error(totals)) * z > ceiling + ROUNDING,

@@ -230,9 +230,10 @@ def _not_among(ids: Tensor, listed: Tensor) -> Tensor:
 
 
 def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam: float | Tensor) -> Tensor:
-    """Return an upper bound, [...], of the kept mass of the target's top tokens where `unknown` is True.
+    """Return an upper bound, [...], of sum min(p_inf, p_target / lam) over the target's top tokens that are `unknown`.
 
-    The p_inf of these tokens is at most the smallest p_inf above 0 among the rollout model's top tokens.
+    `rollout_top` [..., K] and `target_top` [..., K'] are the log-probs of each model's own top tokens.
+    The p_inf of an unknown token is at most the smallest p_inf above 0 among the rollout model's top tokens.
     """
     if not rollout_top.shape[-1]:  # no top tokens bound p_inf: what is kept is at most p_target / lam
         return _masked_mass(target_top - log_lam(lam), unknown)

@@ -81,6 +81,7 @@ def check_numbers(mask: Tensor, tensors: Mapping[str, Tensor | None], lam: float
         # The policy may give a sampled token the probability 0, and the engine that sampled it may not.
         may_be_zero = numbers.isneginf() if name == "target_log_probs" else torch.zeros_like(numbers, dtype=torch.bool)
         if wrong := int((~numbers.isfinite() & ~may_be_zero).sum()):
+            # A likely cause, which the error names where `name` is z.
             why = "; estimate_z gives NaN where the engine's list names a token twice or sums to more than 1"
             raise DataError(
                 f"{name} holds {wrong} numbers that are not finite at tokens of the response mask{why * (name == 'z')}"
@@ -104,7 +105,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
 
     On a GPU the error is about the signs of an earlier call, if they have arrived; nothing waits for the device, and
     while signs are on their way, those of further calls are dropped. Meta tensors have no signs to read.
-    Status there: run on a virtual GPU alone (docs/gpu.md).
+    Status: on a GPU, run on a virtual one alone (docs/gpu.md).
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":

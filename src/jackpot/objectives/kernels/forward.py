@@ -87,12 +87,12 @@ class PositionBlock:
     ) -> None:
         """Start before the first tile; `wanted` [C, G] are the ids whose log-probs are returned; `lam` None: no Z."""
         self._heads, self._reader = heads, reader
-        self._rows, self._wanted = rows, wanted
-        self._num_top, self._lam = num_top, lam
-        self._moments = moments
+        self._rows, self._wanted = rows, wanted  # the C positions, and the ids
+        self._num_top, self._lam = num_top, lam  # K of the top K, and OBRS's lam
+        self._moments = moments  # whether entropy and KL divergences are computed
         self._picked: dict[int, Tensor] = {}  # logits [C, G] at the wanted ids, by the head's index
         self._tops = [RunningTopK(num_top) for _ in heads]
-        self._sums: list[TileSums] = []
+        self._sums: list[TileSums] = []  # of each head, over the tiles so far
         self._z: Tensor | None = None  # [C] the exact Z of the tiles so far
 
     def update(self, columns: slice) -> None:

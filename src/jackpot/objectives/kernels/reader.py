@@ -138,7 +138,7 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         row_max = (head_logits if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
         shifted = head_logits - row_max[:, None]
         exps = _exp(shifted)
-        if masks:
+        if masks:  # without -inf, which times its e^-inf = 0 would be NaN below
             shifted = shifted.clamp(min=LOWEST)
         sums.append(
             TileSums(
@@ -183,11 +183,13 @@ def tile_gradients(
     coefficients: Sequence[GradCoefficients | None],
     out: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return the loss's gradient with respect to each head's logits [C, T], without the term `on_id`.
+    """Return the loss's gradient with respect to each head's logits [C, T], but for the term `on_id`.
 
-    The formula is that of `GradCoefficients`. A head without coefficients (None) has no gradient (None).
+    The formula is that of `GradCoefficients`; the caller adds the term `on_id`, at the sampled ids. A head without
+    coefficients (None) has no gradient (None).
 
     Args:
+        may_mask: whether a logit may be -inf, for each head.
         out: memory for the gradients, perhaps that of `logits`; None where there is none.
     """
     log_probs: list[Tensor] = []  # of each head, [C, T]; at least LOWEST, so that a product with the probability 0 is 0

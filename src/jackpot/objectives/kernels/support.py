@@ -66,7 +66,7 @@ class _RowProducts(torch.autograd.Function):
         """
         ctx.save_for_backward(columns, hidden, weight)
         ctx.dtype, ctx.operands = dtype, operands
-        products = hidden.new_empty(columns.shape, dtype=dtype)
+        products = hidden.new_empty(columns.shape, dtype=dtype)  # filled below, some positions (`rows`) at a time
 
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):

@@ -168,6 +168,7 @@ class HeadOperands:
         if hidden.dtype == self.dtype or self.is_plain:
             return torch.mm(hidden, weight, out=self._memory(shape, hidden.dtype))
 
+        # Half-precision products, widened afterwards, so that bias, soft cap and temperature apply in the sums' dtype.
         products = torch.mm(hidden, weight, out=self.buffer("logits", shape, hidden.dtype))
         return self._memory(shape, self.dtype).copy_(products)
 
@@ -218,14 +219,16 @@ class HeadGrads:
         """Allocate the gradients that are needed.
 
         Args:
-            needed: whether the gradients of hidden states, weight and bias are needed.
+            tensors: the head's hidden states, weight and bias.
+            needed: whether the gradient of each of these three is needed, in this order.
         """
         self._operands, self._tensors = operands, tensors
         hidden, weight, bias = (tensor if need else None for tensor, need in zip(tensors, needed, strict=True))
         self.hidden = None if hidden is None else torch.zeros_like(hidden, dtype=operands.dtype)
         self.weight = None if weight is None else torch.empty_like(weight)  # `begin_tile` or `end_tile` fills it
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=operands.dtype)
-        self.tile: Tensor | None = None  # [T, H], the tile of the weight's gradient that is being summed
+        # [T, H], the sum of the weight's gradient for the selected tokens, from `begin_tile` on; None where not needed.
+        self.tile: Tensor | None = None
 
     @property
     def is_needed(self) -> bool:

@@ -54,7 +54,9 @@ class EngineHost:
         self._weight_names: dict[str, str] = {}
 
     def answer(self, message: Tensor, **changes: Any) -> Tensor:
-        """Do what a message asks for, and return the answer. Both have the format of `core.messages.pack`.
+        """Do what a message asks for, and return the answer: "lost" or "refused" after an error.
+
+        Message and answer have the format of `core.messages.pack`.
 
         Args:
             changes: entries in place of those of the message.
@@ -73,7 +75,8 @@ class EngineHost:
         """Do what the entry `do` of a message says, and return the content of the answer.
 
         That is to report the engines ("hello"), or to have one take new weights, sleep, generate or score. A message to
-        generate or score has, under `held`, the names of the weights that the engines must have.
+        generate or score has, under `held`, the names of the weights that the engines must have; if they have others,
+        nothing is done and the answer is "stale".
         """
         if message["do"] == "hello":
             described = {name: _describe(engine) for name, engine in self._engines.items()}
@@ -95,7 +98,7 @@ class EngineHost:
         return {"log_probs": engine.score(message["rollouts"], message["temperature"])}
 
     def _take(self, engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
-        """Have an engine take the weights that a message names, and answer with the digest of what was read."""
+        """Have an engine take the weights that a message names; answer with the digest, or "lost" without the file."""
         self._weight_names.pop(message["engine"], None)  # unknown until the update has succeeded
         try:
             digest = engine.update_weights(read_weights(message["path"]), Version(*message["version"]))
@@ -123,7 +126,7 @@ def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None])
     requests = [
         Request(
             uid=uid,
-            prompt=Prompt(uid=uid, text="", answer="", token_ids=tuple(token_ids.tolist())),
+            prompt=Prompt(uid=uid, text="", answer="", token_ids=tuple(token_ids.tolist())),  # engines read ids only
             seed=seed,
             sampling=samplings[sampling_index],
             exact_drafts=exact_drafts,
@@ -216,7 +219,7 @@ class HostPeer(Peer):
         self._is_starting = not self._is_open or self.error is not None
         try:
             if self._is_starting:
-                await self._meet()
+                await self._meet()  # starts the host unless it can be reached, and asks which weights it holds
             for engine, weights in newest.items():
                 if self._weight_names.get(engine) != weights.name:
                     await self._send(engine, weights)
@@ -342,7 +345,7 @@ class EnginePool:
             self.pool.close()
             raise
 
-        first = next(peer for peer in self.pool.peers if peer.engines)
+        first = next(peer for peer in self.pool.peers if peer.engines)  # a host that has reported its engines
         # The engines by the setting that describes each; the pool closes when its last engine is closed.
         self.engines = {
             name: PooledEngine(
@@ -363,7 +366,7 @@ class EnginePool:
         as_codes = codes is not None and codes.are_in(weights)
         # Codes and scales keep their dtypes.
         sent = self._share(name, weights, version, dtype=None if as_codes else capabilities.dtype)
-        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))
+        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))  # waits for the hosts
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
 
@@ -377,11 +380,11 @@ class EnginePool:
             name=f"{name} asleep {next(self._weight_numbers)}", version=self.pool.newest[name].version, memory=None
         )
         newest = NewestWeights({**self.pool.newest, name: asleep})
-        # Whether now every engine that can sleep does.
+        # Whether every engine that can sleep now does; `memory` is None while an engine sleeps.
         newest.is_resting = all(
             newest[key].memory is None for key, engine in self.engines.items() if engine.capabilities.sleeps
         )
-        self.pool.update(newest)
+        self.pool.update(newest)  # waits for the hosts
 
     def _share(
         self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
@@ -426,7 +429,7 @@ class PooledEngine(BackgroundEngine):
         self._pool, self._name = pool, name
         self._capabilities = capabilities
         self._events += events
-        pool.pool.on_failure.append(self._fail)
+        pool.pool.on_failure.append(self._fail)  # a failure of the pool ends this engine too
 
     def take_events(self) -> list[dict[str, Any]]:
         """Return and forget the events since the last call: those of the engine's start, and those of hosts.

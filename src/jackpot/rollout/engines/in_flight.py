@@ -88,7 +88,7 @@ class QueuedEngine(Engine):
         self._draft_counts = DraftCounts()  # counts since the last `take_draft_counts`
         self._changed = threading.Condition()  # guards `_in_flight`, `_draft_counts` and `_failure`
         self._failure: EngineError | None = None  # reason why generation cannot go on
-        self._is_asleep = False
+        self._is_asleep = False  # True from `sleep` until new weights come
         self._is_closed = False
 
     @property

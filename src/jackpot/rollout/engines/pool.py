@@ -154,14 +154,14 @@ class Pool(Generic[AnyPeer]):
         self.check: Callable[[AnyPeer], None] = lambda peer: None  # raises EngineError for a peer that does not fit
 
         self._limits = limits
-        self._queue: deque[_Work] = deque()
+        self._queue: deque[_Work] = deque()  # requests that no peer works on
         self._futures: set[Future] = set()  # futures for which `results` waits
         self._events: deque[dict[str, Any]] = deque(events, maxlen=_MAX_EVENTS)
-        self._tasks: dict[AnyPeer, asyncio.Task] = {}
+        self._tasks: dict[AnyPeer, asyncio.Task] = {}  # the task of `_serve` for each peer
         self._is_closed = False
 
         self._loop = asyncio.new_event_loop()
-        self._state_changed = asyncio.Event()
+        self._state_changed = asyncio.Event()  # set, and replaced by a new event, by every `_notify`
         self._thread = threading.Thread(target=self._loop.run_forever, name=thread_name, daemon=True)
         self._thread.start()
 
@@ -191,6 +191,7 @@ class Pool(Generic[AnyPeer]):
             EngineError: the pool has failed.
         """
         futures: list[Future] = [Future() for _ in requests]
+        # From now on every future gets the failure of the pool, if it has failed or fails; `result` below raises it.
         self._loop.call_soon_threadsafe(self._watch, futures)
         pairs = zip(requests, futures, strict=True)  # each request, and the future that gets its result
         self.begin([(uid, request, future.set_result) for (uid, request), future in pairs])
@@ -311,11 +312,11 @@ class Pool(Generic[AnyPeer]):
                     await peer.sync(newest)
                     peer.weights = newest
                     peer.error, peer.lost_since = None, None
-                    self.check(peer)
+                    self.check(peer)  # raises EngineError for a peer that does not fit
                     if was_lost:
                         self._log("restarted" if peer.was_restarted else "back", peer)
                     self._notify()
-                    await self._dispatch(peer)
+                    await self._dispatch(peer)  # returns when new weights come
                 except PeerLost as lost:
                     await self._back_off(peer, lost)
         except EngineError as error:
@@ -329,7 +330,7 @@ class Pool(Generic[AnyPeer]):
         Raises:
             EngineError: no peer has been in reach for `patience` seconds.
         """
-        if not peer.is_lost:
+        if not peer.is_lost:  # its first failure since a `sync` has succeeded
             self._log("lost", peer, why=str(lost), sent_again=peer.num_resent)
             peer.num_resent = 0
         peer.error, peer.weights = lost, None
@@ -354,6 +355,7 @@ class Pool(Generic[AnyPeer]):
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
 
+        # The wait doubles with every failure (10 times at most: a bound for the power) and varies at random by half.
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(peer.num_failures - 1, 10))
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 
@@ -377,7 +379,7 @@ class Pool(Generic[AnyPeer]):
             if tasks:
                 await asyncio.wait(tasks)
 
-        finally:
+        finally:  # tasks are left only where this task was cancelled
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -391,7 +393,10 @@ class Pool(Generic[AnyPeer]):
         return peer.num_running == min(loads) < peer.capacity
 
     async def _do(self, peer: Peer, work: _Work) -> None:
-        """Have a peer do a request and hand over the result; queue the request again if the peer is lost."""
+        """Have a peer do a request and hand over the result; queue the request again if the peer is lost.
+
+        Any other error fails the pool.
+        """
         try:
             result = await peer.run(work.request)
         except PeerLost as lost:
@@ -406,7 +411,7 @@ class Pool(Generic[AnyPeer]):
             work.finish(result)
 
         finally:
-            peer.num_running -= 1
+            peer.num_running -= 1  # `_dispatch` has counted the request
             self._notify()
 
     def _requeue(self, peer: Peer, work: _Work, lost: PeerLost) -> None:

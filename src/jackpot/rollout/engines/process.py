@@ -52,7 +52,7 @@ def make_starter(entry: str, environment: Mapping[str, str]) -> Start:
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
         }
-        paths = os.pathsep.join(path for path in sys.path if path)
+        paths = os.pathsep.join(path for path in sys.path if path)  # where this process finds its packages
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", entry, str(far_end.fileno())),
             env={**inherited, "PYTHONPATH": paths, **environment},
@@ -77,7 +77,7 @@ class ProcessLink(Link):
         """Describe the process, which `open` starts; the arguments are those of the class."""
         self._start, self._setup = start, setup
         self.silence = silence
-        self.child: asyncio.subprocess.Process | None = None
+        self.child: asyncio.subprocess.Process | None = None  # the process; None before `open` and after `close`
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
@@ -99,7 +99,10 @@ class ProcessLink(Link):
         await self._send(pack(self._setup))
 
     async def ask(self, message: Tensor) -> Tensor:
-        """Send a message, wait for the answer as long as signs of life come in time, and return the answer."""
+        """Send a message, wait for the answer as long as signs of life come in time, and return the answer.
+
+        PeerLost is raised where no sign comes in time or the process ends.
+        """
         self._newest += 1
         await self._send(message)
 
@@ -159,7 +162,7 @@ def serve(connection: socket.socket, make: Callable[[Any], Mapping[str, Engine]]
             describe them.
     """
     stream = connection.makefile("rwb")
-    newest = -1  # number of the newest frame that was received
+    newest = -1  # number of the newest frame that was received; the first is 0
 
     def send(message: Tensor | None) -> None:
         """Send the answer to the newest frame received; for None, an empty frame instead, as a sign of life."""

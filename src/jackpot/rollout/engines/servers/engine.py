@@ -191,7 +191,7 @@ class ServerEngine(BackgroundEngine):
         """Open the connections to all servers, wait for the servers, and find the engine's capabilities."""
         settings = self._settings
         self._session = open_session(settings.urls, self.client_class.api_key_var)
-        timeout = settings.timeout or math.inf
+        timeout = settings.timeout or math.inf  # null in the settings: no limit
         clients = [(url, self.client_class(url, self._session, timeout=timeout)) for url in settings.urls]
         await self._pool.join(*(self._replica(url, client) for url, client in clients))
 

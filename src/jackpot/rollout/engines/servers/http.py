@@ -19,7 +19,7 @@ from jackpot.rollout.engines.pool import PeerLost, Result
 _ANSWER_BYTES = 1 << 26  # largest answer other than a completion, such as a list of checksums
 _CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon after it is larger than allowed
 _MESSAGE_LENGTH = 500  # characters of a server's error that are shown
-_LARGE = 1 << 16  # bytes; larger bodies are parsed on another thread than the event loop's
+_LARGE_BYTES = 1 << 16  # larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0  # longest time to open a connection to a server
 URLS_ADVICE = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000"
 FOLDER_ADVICE = (
@@ -97,14 +97,16 @@ class HTTPClient(ABC):
         parse: Callable[[Any], Result] = lambda body: body,
         **options: Any,
     ) -> Result:
-        """Send a request and return its parsed JSON.
+        """Send a request and return the response's JSON as `parse` converts it; raise PeerLost if it cannot be read.
+
+        Other errors are those of `_request`.
 
         Args:
             parse: function that converts the response's JSON to the result.
             options: further arguments of `_request`.
         """
         data = await self._request(method, path, body, **options)
-        if len(data) > _LARGE:  # parsed on another thread, so that the event loop goes on
+        if len(data) > _LARGE_BYTES:  # parsed on another thread, so that the event loop goes on
             return await asyncio.to_thread(_parse, path, data, parse)
         return _parse(path, data, parse)
 
@@ -180,7 +182,7 @@ async def _read(response: Any, path: str, max_bytes: int) -> bytes:
     data = bytearray()
     async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
         data += chunk
-        if max(len(data), response.content_length or 0) > max_bytes:
+        if max(len(data), response.content_length or 0) > max_bytes:  # None: the server announces no size
             raise PeerLost(f"an answer to {path} of more than {max_bytes:,} bytes, the most that it can have")
     return bytes(data)
 

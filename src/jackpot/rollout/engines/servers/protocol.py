@@ -64,7 +64,7 @@ def make_rollout(
         sampled_mask=torch.ones(length, dtype=torch.bool),
         top_ids=torch.from_numpy(ids[:, 1:].astype(np.int64)),
         top_log_probs=values[:, 1:].clone(),
-        versions=torch.tensor([version] * length, dtype=torch.int64).reshape(length, 2),
+        versions=torch.tensor([version] * length, dtype=torch.int64).reshape(length, 2),  # [0, 2] without tokens
     )
 
 
@@ -88,7 +88,7 @@ def checked_rollout(
         remedies: advice for errors.
 
     Raises:
-        EngineError: the server's setup changes responses, such as by other stop tokens or log-probs.
+        EngineError: the server's setup changes responses, such as by other stop tokens, token ids or log-probs.
     """
     token_ids = [token for (token, _), *_ in rows]  # the first pair of a row is that of the sampled token
     length = len(token_ids)
@@ -113,6 +113,7 @@ def checked_rollout(
             f"{vocab_size - 1}: the server has another vocabulary. Start it with the run's model"
         )
 
+    # NaN fails the first comparison. A top token may have the log-prob -inf, a sampled token not.
     if not (log_probs <= _LARGEST_LOG_PROB).all() or not np.isfinite(log_probs[:, 0]).all():
         raise EngineError(f"{request.uid} came back with numbers that are not log-probs, the largest {log_probs.max()}")
 
@@ -159,7 +160,7 @@ def log_prob_row(
         advice: end of the error about too few top log-probs: how to start the server.
 
     Raises:
-        EngineError: fewer than `num_top` top tokens.
+        EngineError: not `num_top` top tokens, or a log-prob of the sampled token in `top` that is not `log_prob`.
     """
     listed = top.get(token, log_prob)  # the sampled token's log-prob in `top`, if it is there
     if len(top) > num_top:  # the server has added the sampled token
@@ -192,7 +193,7 @@ def checked_token_id(value: Any) -> int:
 
 
 def checked_log_prob(value: Any, minus_infinity: float) -> float:
-    """Return `value`, from a server's JSON, as a log-prob, perhaps NaN; raise TypeError for anything but a number.
+    """Return `value`, from a server's JSON, as a log-prob, perhaps NaN or -inf; raise TypeError for all but numbers.
 
     Args:
         minus_infinity: this log-prob and smaller ones stand for minus infinity, which JSON has not.

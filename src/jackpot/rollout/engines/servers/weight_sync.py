@@ -78,6 +78,7 @@ class WeightsFolder:
         folder, partial_folder = self._folder / version, self._folder / f"{version}.part"
         weights = {name: tensor.detach().to("cpu", self._dtype).contiguous() for name, tensor in named_tensors}
         tensors = dict(self._format.convert(weights.items()))
+        # Copies, since `save_file` refuses tensors that share memory.
         tensors |= {alias: tensors[name].clone() for alias, name in self._aliases.items()}
 
         try:
@@ -91,7 +92,7 @@ class WeightsFolder:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
-            os.rename(partial_folder, folder)
+            os.rename(partial_folder, folder)  # so `folder` never exists without its whole file
             return self._read_back(folder, version, weights)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial_folder, ignore_errors=True)
@@ -161,6 +162,7 @@ def check_loaded(
     have no checksum and are not compared.
 
     Args:
+        new: the weights that the server was given last.
         after: the server's checksums after the update, by rank and name.
         verified: the newest weights that this function accepted since the server's start, and the server's checksums
             then; None before there are any.
@@ -171,7 +173,7 @@ def check_loaded(
     expected = {
         key: new.checksums[without_rank(key)]
         for key, checksum in after.items()
-        if without_rank(key) in new.checksums and checksum != _PACKED
+        if without_rank(key) in new.checksums and checksum != _PACKED  # packed parameters have none
     }
     equal: set[str] = set()  # keys of parameters that are byte for byte those of the file
     if comparable:  # servers may cut a checksum to its first 8 bytes, which are 16 hex digits

@@ -65,5 +65,9 @@ class SGLangClient(HTTPClient):
             body,
             parse=parse,
             seconds=self._long_seconds,
-            max_bytes=answer_bytes(len(body["input_ids"]), sampling["max_new_tokens"], body["top_logprobs_num"]),
+            max_bytes=answer_bytes(
+                num_prompt=len(body["input_ids"]),
+                num_response=sampling["max_new_tokens"],
+                num_top=body["top_logprobs_num"],
+            ),
         )

@@ -152,6 +152,8 @@ def parse_answer(
 def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[float]:
     """Return the log-probs that a `LogProbRequest` asked for: first of the last prompt tokens, then of `token`.
 
+    Errors are raised as by `parse_answer`; numbers that are not log-probs are an EngineError.
+
     Args:
         answer: JSON of the response to `log_prob_body(request)`.
         uid: name of the rollout, for errors.

@@ -107,7 +107,8 @@ class SGLangReplica(Replica):
         """Have the server load the file of `weights`, as `Replica._load` says, and check that it holds them."""
         await self._client.update_weights(str(weights.folder), weights.version)
         checksums = await self._client.checksums()
-        await self._check_version(weights)  # first: the weights of a server that was restarted just now are not stale
+        # First the version: a server that was restarted just now raises PeerLost here, and is not called stale below.
+        await self._check_version(weights)
         # On a GPU SGLang computes checksums with another function than SHA-256, so they differ from the file's.
         comparable = self.info is not None and self.info.device == "cpu"
         check_loaded(self.name, weights, checksums, self._last_check, comparable)

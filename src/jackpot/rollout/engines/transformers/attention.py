@@ -60,7 +60,7 @@ def grouped_attention(
     if length > 1 or num_heads == key.shape[1] or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
 
-    grouped = query.reshape(num_rows, key.shape[1], -1, size)  # heads that share a key are neighbors
+    grouped = query.reshape(num_rows, key.shape[1], -1, size)  # neighbors share a key: they become its queries
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 
@@ -109,8 +109,8 @@ for _name, _attend, _mask in (
 def set_engine_attention(model: PreTrainedModel, settings: TransformersEngineConfig) -> None:
     """Set the attention implementation of a model as an engine's settings say.
 
-    On a CPU, attention is computed in float64 (`exact` of `set_attention`) where the settings quantize activations and
-    have no draft.
+    On a CPU, attention is computed in float64 (`exact` of `set_attention`) where the settings quantize activations, so
+    that numbers do not depend on the batch, and have no draft, whose rows of different lengths need other attention.
 
     Raises:
         EngineError: as `set_attention`.

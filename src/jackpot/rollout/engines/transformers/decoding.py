@@ -120,9 +120,9 @@ class ModelRunner:
         uses it unchanged. A mask [N, S], False at padding, costs more, since transformers makes a larger mask, with
         sliding windows, from it at every step.
         """
-        if not isinstance(self.cache, BatchKVCache):
+        if not isinstance(self.cache, BatchKVCache):  # transformers' own cache: the model makes its masks from this
             return self._is_token[:, : self.length]
-        if not self._is_padded:
+        if not self._is_padded:  # nothing to hide but what a sliding window hides
             return None
 
         # `_padding_mask`, [N, 1, 1, S], hides padding alone. It does not serve once a sliding window hides tokens too.
@@ -215,6 +215,7 @@ class DecodingBatch:
         """Generate one token in every row; remove the rows that finish and return their rollouts."""
         with threads_for(len(self._rows) * self._model.num_parameters()):
             hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
+            # [N], the uniform number of each row's key at the index of the token in its response
             random = uniforms(self._keys, self._keys.new_full((1,), self._num_generated))
             draw = draw_tokens(head_logits(self._model, hidden), random, **self._settings._asdict())
 

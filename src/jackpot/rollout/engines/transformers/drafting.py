@@ -51,7 +51,7 @@ class RaggedRunner:
         padding = width - prefilled.positions  # [N], columns of padding before each row's prompt
         # [N, width], old column of the token at each position; behind a row's end any column will do
         columns = (torch.arange(width, device=padding.device) + padding[:, None]).clamp(max=width - 1)
-        for index, layer in enumerate(cache.layers):
+        for index, layer in enumerate(cache.layers):  # N rows and `width` columns of its buffers are in use
             keys, values = (
                 states[: len(columns), :, :width].take_along_dim(columns[:, None, :, None], dim=2)
                 for states in (layer.keys, layer.values)
@@ -93,7 +93,7 @@ class DraftedBatch(DecodingBatch):
             counts: counts of drafts, to which this batch adds its own.
         """
         super().__init__(*arguments)
-        self._draft_model, self._lam = draft, settings.lam  # 1: accepted exactly; less: more are
+        self._draft_model, self._lam = draft, settings.lam  # with lam 1 drafts change no distribution; less: more pass
         self._counts = counts
         self._follows_acceptance = settings.tokens == "auto"  # True: a row that accepts all its drafts gets more
         num_drafts = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens
@@ -105,7 +105,7 @@ class DraftedBatch(DecodingBatch):
         self._streams = torch.stack(
             [key_tensor([fold_in(use, request.seed) for request in self._all_requests]) for use in uses], dim=1
         )
-        self._is_started = False
+        self._is_started = False  # True once `_start` has taken over the caches, before the second step
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
@@ -136,6 +136,7 @@ class DraftedBatch(DecodingBatch):
     def _start(self) -> None:
         """Have the draft model read the prompts, and take over the KV caches of both models."""
         prompts = [request.prompt.token_ids for request in self._all_requests]
+        # `max_length` is an upper bound of the new tokens; the cache grows only as needed.
         reader = ModelRunner(self._draft_model, [prompts[row] for row in self._rows], self._runner.max_length)
         reader.prefill()
         # Largest position in the caches; a row's drafts beyond it are not used.

@@ -187,7 +187,7 @@ class TransformersEngine(QueuedEngine):
         try:
             self._in_flight.complete(self._batch.step())
         except BaseException:
-            self._queue.extendleft(reversed(self._batch.requests))
+            self._queue.extendleft(reversed(self._batch.requests))  # to the front, in their order
             self._batch = None
             raise
         if not self._batch.requests:
@@ -207,7 +207,8 @@ class TransformersEngine(QueuedEngine):
         make: Callable[..., DecodingBatch] = DecodingBatch
         if self._draft is not None:
             settings, counts = self._settings.draft or DraftConfig(), self._draft_counts
-            settings = settings.model_copy(update={"lam": 1.0} if is_exact else {})  # 1: drafts change no distribution
+            # Exact drafts (lam of 1) change no distribution; they are asked for by the requests.
+            settings = settings.model_copy(update={"lam": 1.0} if is_exact else {})
             make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
         elif self._capture is not None:
             make = partial(StaticBatch, capture=self._capture)

@@ -70,7 +70,7 @@ def layer_masks(
             share one tensor.
     """
     positions, last = torch.arange(columns, device=last.device), last[..., None]
-    hidden = (positions < first[..., None]) | (positions > last)
+    hidden = (positions < first[..., None]) | (positions > last)  # [N or 1, T or 1, S]
 
     by_window: dict[int | None, Tensor] = {}
     for window in set(windows):
@@ -127,7 +127,7 @@ class GraphCapture:
         """
         self._captures = device_type == "cuda"  # whether steps are captured; False also after a failure
         self._events = events
-        events.append(decoding_event("static", self._captures))
+        events.append(decoding_event("static", cuda_graphs=self._captures))
 
     def __call__(self, step: Step) -> Step:
         """Return a function that does what `step` does, at the same addresses: `step` itself if nothing is captured.
@@ -178,13 +178,13 @@ class StaticBatch(DecodingBatch):
         super().__init__(*arguments)
         self._capture = capture
         self._windows = layer_windows(self._model.config)
-        self._is_started = False
+        self._is_started = False  # True once `_start` has taken over the cache
         self._run: Step | None = None  # a step of the current shapes, captured; None before it has run once
 
     @torch.no_grad()
     def step(self) -> list[Rollout]:
         """Generate up to `STEPS` tokens in every row; remove the rows that finish and return their rollouts."""
-        if not self._num_generated:
+        if not self._num_generated:  # the first step, which reads the prompts
             return super().step()
 
         # The number of rows counts finished ones too, which stay until `_move`.
@@ -214,7 +214,7 @@ class StaticBatch(DecodingBatch):
         # `_slots` has the row of each unfinished request; `_take` drops the requests that finish.
         try:
             for drawn in records:
-                finished += self._take(drawn[self._slots]) if len(self._rows) else []
+                finished += self._take(drawn[self._slots]) if len(self._rows) else []  # []: all have finished
         except BaseException:
             self._rows = rows  # so that `requests` has all rows of this call, which are generated once more
             raise
@@ -236,7 +236,7 @@ class StaticBatch(DecodingBatch):
         self._length = runner.length  # number of columns that are written
         self._room = runner.length  # number of all columns
         self._padding = runner.length - runner.positions  # [N], columns of padding before each row's prompt
-        self._column = torch.full_like(runner.positions[:1], runner.length)  # the next column of the cache
+        self._column = torch.full_like(runner.positions[:1], runner.length)  # [1], the column that the next step writes
         self._slots = torch.arange(len(self._rows))  # [n], on the CPU: row of each unfinished request
         self._is_started = True
         del self._runner

@@ -103,7 +103,7 @@ def expand(
         output: [N], written: a value for each drafted token of all requests.
         values: [B], a value for each request.
         cu_num_tokens: [B], cumulative number of drafted tokens.
-        replace_from, replace_to: values equal to the first are replaced by the second.
+        replace_from, replace_to: values equal to the first are replaced by the second. Further arguments are not read.
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     output.copy_(torch.where(values == replace_from, replace_to, values).repeat_interleave(counts))

@@ -106,11 +106,11 @@ class VLLMEngine(ThreadEngine):
         self._followers: list[VLLMEngine] = []  # engines for which this engine's model drafts
 
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
-        self._llm: Any = None
+        self._llm: Any = None  # vLLM's own engine, made by `_load`; None before that, and after `_shut_down`
         self._handlers: dict[str, Callable[[Any], None]] = {}  # takes vLLM's output, by vLLM's request id
-        self._request_ids = count()
+        self._request_ids = count()  # numbers by which vLLM is given its requests
 
-        super().__init__(version, thread_name="vLLM")
+        super().__init__(version, thread_name="vLLM")  # starts vLLM's thread, on which `_call` below runs `_load`
         self._events += self._weight_format.events
         # Weights to start vLLM with; if there are none, vLLM reads those in the model's folder.
         named_weights = model.named_parameters() if settings.quantization else ()
@@ -140,7 +140,7 @@ class VLLMEngine(ThreadEngine):
         """
         with self._changed:  # a condition that is notified when a response ends or generation fails
             self._changed.wait_for(lambda: not self._in_flight.num_unfinished or self._failure is not None)
-        self._check_open()
+        self._check_open()  # raises the failure, if there is one
 
         for rollout in rollouts:
             check_temperature(temperature, f"the score of {rollout.uid}")
@@ -163,7 +163,7 @@ class VLLMEngine(ThreadEngine):
                 handler = partial(_set_log_probs, future, request.num_prompt_log_probs)
                 self._add(request.prompt, log_prob_params(request), handler)
 
-        self._post(add_all)
+        self._post(add_all)  # vLLM's thread runs it; `_wait` raises EngineError if that thread ends without results
         return [self._wait(future) for future in futures]
 
     def _take_weights(self, weights: Sequence[tuple[str, Tensor]], version: Version) -> str:
@@ -174,7 +174,7 @@ class VLLMEngine(ThreadEngine):
         """
         followers = [engine for engine in self._followers if not engine._is_closed]
         for engine in followers:
-            engine._check_idle()
+            engine._check_idle()  # raises EngineError if requests are in flight there
         check_weights(weights, self._shapes, self.capabilities.coded_weights)
 
         self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
@@ -210,7 +210,7 @@ class VLLMEngine(ThreadEngine):
         self._llm = None
 
     def _load(self, weights: Sequence[tuple[str, Tensor]]) -> Capabilities:
-        """Start vLLM on this thread, and return the engine's capabilities.
+        """Start vLLM on this thread and return the engine's capabilities; raise EngineError if vLLM cannot be used.
 
         Args:
             weights: weights to start with, in the engine's dtype; if empty, vLLM reads them from the model's folder.
@@ -220,18 +220,18 @@ class VLLMEngine(ThreadEngine):
         vllm = import_vllm(compiles=not enforce_eager)
         check_device(on_gpu=not on_cpu, has_gpu=vllm.has_gpu)
 
-        set_num_threads = torch.set_num_threads
+        set_num_threads = torch.set_num_threads  # torch's own function, which is put back below
         try:
             arguments = self._engine_arguments(vllm, weights, enforce_eager)
             with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
-            _LOADED.add(self)
+            _LOADED.add(self)  # while it is there, the end of another engine leaves vLLM's process groups alone
 
-            # Repair vLLM's faults, and never sample token ids from `num_ids` on.
+            # Repair the faults that `library.py` and `drafts.py` name, and never sample token ids from `num_ids` on.
             self._llm.apply_model(keep_scales)
             self._llm.collective_rpc(repair_sampling)
             size = self._llm.model_config.get_vocab_size()
-            num_ids = min(self._rows or size, size)
+            num_ids = min(self._rows or size, size)  # with `_rows` None: all rows of the output layer
             if num_ids < size:
                 self._llm.apply_model(partial(mask_rows, num_ids))
         except Exception as error:
@@ -243,7 +243,8 @@ class VLLMEngine(ThreadEngine):
         return Capabilities(
             vocab_size=num_ids,
             num_top_log_probs=num_ids,
-            max_model_len=model.max_model_len - 2 * self._num_drafts,  # leaves room to draft for every request
+            # vLLM proposes drafts only where they fit into the context, behind those that the same pass verifies.
+            max_model_len=model.max_model_len - 2 * self._num_drafts,
             quantized=is_quantized(self._settings) or bool(model.quantization),
             coded_weights=self._weight_format.coded_weights,
             dtype=self._dtype,
@@ -262,17 +263,17 @@ class VLLMEngine(ThreadEngine):
 
         return vllm.EngineArgs(
             model=self._folder,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=True,  # prompts and responses are token ids
             generation_config="vllm",  # no sampling parameters from the model's folder
             # vLLM loads `weights` if there are any, else those in the model's folder.
             load_format=register_loader(self._weight_format.convert(weights)) if weights else "auto",
             hf_overrides=overrides,
             dtype=self._dtype,
             kv_cache_dtype=settings.kv_cache_dtype or "auto",
-            seed=0,
+            seed=0,  # not used: every request has a seed
             max_num_seqs=settings.max_num_seqs,
             max_logprobs=-1,  # no limit
-            logprobs_mode="processed_logprobs",
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: after temperature and top-k
             enforce_eager=enforce_eager,
             enable_chunked_prefill=None if vllm.has_gpu else False,  # on a CPU it would rewind random generators
             gpu_memory_utilization=settings.gpu_memory_utilization,
@@ -335,8 +336,8 @@ class VLLMEngine(ThreadEngine):
     def _replace_weights(self, weights: Sequence[tuple[str, Tensor]]) -> str:
         """Have vLLM load new weights; return the digest of the tensors that vLLM has taken.
 
-        The digest is that of codes and scales if `weights` are these, else that of the weights in the engine's dtype,
-        before they are quantized here.
+        Where `weights` are sent as codes and scales, the digest is that of these, else that of the weights in the
+        engine's dtype, before they are quantized here.
         """
         # Wake up in two parts, so that memory for the cache is taken only after the weights are loaded.
         if self._is_asleep:
@@ -362,12 +363,13 @@ class VLLMEngine(ThreadEngine):
         return digest.hexdigest()
 
     def _replace_draft_weights(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Have vLLM's draft model load new weights; raise EngineError if the model has not taken all of them."""
-        taken = WeightsDigest(self._dtype)
-        self._llm.collective_rpc(reload_draft, args=(taken.watch(self._cast(weights)),))
-        self._forget_states()
+        """Have vLLM's draft model load new weights; raise EngineError if vLLM has not read all of them to the end."""
+        read = WeightsDigest(self._dtype)
+        # `watch` adds each tensor when vLLM reads it, so the digest differs where vLLM has stopped before the last one.
+        self._llm.collective_rpc(reload_draft, args=(read.watch(self._cast(weights)),))
+        self._forget_states()  # the prefix cache of the old weights
 
-        digest, expected = taken.hexdigest(), weights_digest(weights, self._dtype)
+        digest, expected = read.hexdigest(), weights_digest(weights, self._dtype)
         if digest != expected:
             raise EngineError(
                 f"vLLM's draft model has taken only a part of its new weights: digest {digest[:12]} in place of "
@@ -416,6 +418,7 @@ def _lengths_and_drafts(
     if drafter is None:
         return 0, {"max_model_len": settings.max_model_len}
 
+    # Context length of the policy; None where neither the settings nor the model's config name one.
     context = settings.max_model_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limit = drafter.capabilities.max_model_len  # context length of the draft model, which the policy may not exceed
     assert settings.draft is not None and settings.draft.tokens != "auto"  # the settings' checks ensure both
