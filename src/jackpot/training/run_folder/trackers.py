@@ -142,8 +142,8 @@ class WandbRun:
                 dir=folder,
                 config=settings,
                 mode="offline" if tracking.mode == "offline" else None,  # None: WANDB_MODE, else online
-                resume="allow",
-                reinit="create_new",
+                resume="allow",  # continue the run of this id, if W&B has it
+                reinit="create_new",  # leave other W&B runs of this process open
                 settings=wandb.Settings(quiet=True, finish_timeout=_FINISH, **_NOT_SENT),
             )
             self._run.define_metric("iteration")
