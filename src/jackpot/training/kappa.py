@@ -219,7 +219,7 @@ class KappaRepair:
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
-        norms = [old.norms for old in passes if old.norms is not None]  # never None: see `PolicyPass`
+        norms = [old.norms for old in passes if old.norms is not None]  # none is None: the totals were provisional
         # What each token adds to the error if its sequence is not read again: the share of its weight that is lacking,
         # times the norm of the gradient at the hidden state that predicts it; 0 where nothing is lacking.
         errors = [

@@ -111,7 +111,7 @@ class ModelOptimizer:
     def step(self, scale: float = 1.0) -> None:
         """Take one AdamW step at `scale` times the scheduled learning rate, and drop the gradients.
 
-        With `weights_dtype: bf16` the weights are then rounded to bf16, in the dtype that they have.
+        With `weights_dtype: bf16` the weights are then rounded to values of bf16; their dtype stays.
         """
         for group in self._adamw.param_groups:
             group["lr"] = scale * self.learning_rate

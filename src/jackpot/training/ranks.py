@@ -116,7 +116,7 @@ class Ranks:
         """Send signs of life to all waiting ranks, one an interval, until the run ends or a command fails."""
         while not self._ended.wait(interval):
             with self._turn:
-                # A running command holds the lock; so rank 0 is not idle here only after a command that failed.
+                # A running command holds the lock, so if rank 0 is not idle here, a command has failed.
                 if self._ended.is_set() or not self._is_idle:
                     return
                 try:

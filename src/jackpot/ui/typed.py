@@ -104,7 +104,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
     if recipe := options.get("recipe"):
         typed = options["overrides"] or []
         if "arms" in options:
-            # `jackpot compare`. One seed is enough: the models do not depend on it.
+            # Only `jackpot compare` has arms. One seed is enough: the models do not depend on it.
             configs = [*recipes.resolve_arms(recipe, recipes.split_names(options["arms"]), [0], typed).values()]
             folder = options["folder"] or Path("runs") / f"compare-{Path(recipe).stem}"
         else:

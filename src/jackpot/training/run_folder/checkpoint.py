@@ -264,9 +264,8 @@ class Checkpointer:
         self._saved = -1  # newest iteration with a checkpoint
         self._overdue = False  # True after a checkpoint that could not be written
         self._value: float | None = None  # accuracy or mean reward of the policy in this iteration, if it was evaluated
-        self._best: dict[str, float] | None = (
-            None  # the best checkpoint's "iteration" and "accuracy", which may be a mean reward
-        )
+        # "iteration" and "accuracy" (or mean reward, under the same name) of the best checkpoint.
+        self._best: dict[str, float] | None = None
         if state is not None:
             self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])

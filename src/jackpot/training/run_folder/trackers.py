@@ -46,6 +46,7 @@ def event_file_name(folder: Path) -> str:
     names = [path.name.removeprefix(_PREFIX) for path in event_files(folder)]
     times = [float(match[0]) for name in names if (match := re.match(r"\d{10}", name))]
     seconds = max([time.time(), *(written + 1.0 for written in times)])
+    # 10 digits, a point and 6 digits, so that the order of names is that of times.
     return f"{_PREFIX}{seconds:017.6f}.{platform.node()}.{os.getpid()}"
 
 
