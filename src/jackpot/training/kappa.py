@@ -74,8 +74,8 @@ class StepTotals:
         }
         counts = all_reduce_sums(counts)
 
-        # Begin with the totals of an earlier step, for `KappaRepair` to correct afterwards. It cannot correct a
-        # gradient with regularizers, which do not scale with kappa.
+        # In a step of several micro-batches begin with the totals of an earlier step; `KappaRepair` then corrects the
+        # gradient. It cannot correct one with regularizers, which do not scale with kappa.
         if not old_suffices and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
             return BeforeBackward(totals=self._last, are_provisional=True, seconds=0.0)
         # Leave the totals to the forward pass of each rank's only micro-batch.
@@ -189,7 +189,10 @@ class KappaRepair:
         max_length: int,
         pads: bool,
     ) -> None:
-        """Keep what it takes to correct a gradient once the step's kappa is known: loss, parameters, forward pass."""
+        """Keep what it takes to correct a gradient once the step's kappa is known: loss, parameters, forward pass.
+
+        `max_length` is for the sum of the loss, `pads` says whether sequences that are read again need padding.
+        """
         self._objective = objective
         self._parameters = list(parameters)
         self._log_probs = log_probs
@@ -216,7 +219,7 @@ class KappaRepair:
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
-        norms = [old.norms for old in passes if old.norms is not None]  # all: the totals were provisional
+        norms = [old.norms for old in passes if old.norms is not None]  # none is None: the totals were provisional
         # What each token adds to the error if its sequence is not read again: the share of its weight that is lacking,
         # times the norm of the gradient at the hidden state that predicts it; 0 where nothing is lacking.
         errors = [
@@ -224,11 +227,11 @@ class KappaRepair:
             for delta, old, pass_norms in zip(deltas, passes, norms, strict=True)
         ]
 
-        error, flags = _to_repair(errors, norms, self._objective.kappa_tolerance)
-        any_rank_repairs = ~(error <= self._objective.kappa_tolerance)
-        # Copy the scale, the decision to repair and each sequence's flag to the CPU: the only wait for the device.
-        decisions = torch.cat([torch.stack([scale, any_rank_repairs]), flags])
-        factor, is_repaired, *chosen = decisions.tolist()
+        error, is_chosen = _to_repair(errors, norms, self._objective.kappa_tolerance)
+        any_rank_repairs = ~(error <= self._objective.kappa_tolerance)  # also where the error is NaN
+        # Copy the scale, and what was decided for all and for each sequence, to the CPU: the only wait for the device.
+        decisions = torch.cat([torch.stack([scale, any_rank_repairs]), is_chosen])
+        factor, is_repaired, *chosen = decisions.tolist()  # `chosen`: 1 or 0 for each sequence
 
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         torch._foreach_mul_(locals_of(gradients), factor)
@@ -237,29 +240,29 @@ class KappaRepair:
 
         return final, {
             "obrs/kappa_error": Mean.of(error, torch.ones_like(error, dtype=torch.bool)),
-            "obrs/repaired_sequences": Mean.of(flags, torch.ones_like(flags)),
+            "obrs/repaired_sequences": Mean.of(is_chosen, torch.ones_like(is_chosen)),
         }
 
-    def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], flags: Sequence[float]) -> None:
-        """Read the flagged sequences again, and add their gradient with the weights `deltas`, [B, T] for each pass.
+    def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], chosen: Sequence[float]) -> None:
+        """Read the chosen sequences again, and add their gradient with the weights `deltas`, [B, T] for each pass.
 
-        `flags` has 1 or 0 for each sequence of all passes, in their order. All ranks run as many passes as the rank
+        `chosen` has 1 or 0 for each sequence of all passes, in their order. All ranks run as many passes as the rank
         with the most; a rank that has finished reads a prompt without effect.
         """
         batches = [micro.batch for micro in passes]
         rows: list[list[int]] = []
         columns_by_uid: dict[str, dict[str, Tensor]] = {}
-        remaining_flags = iter(flags)
+        remaining = iter(chosen)  # for the sequences of the batches that are still to come
 
-        # The rows of the flagged sequences in each batch, and by uid the columns that the loss of a sequence needs.
+        # The rows of the chosen sequences in each batch, and by uid the columns that the loss of a sequence needs.
         for micro, delta in zip(passes, deltas, strict=True):
             batch, inputs = micro.batch, micro.terms.inputs
-            rows.append([row for row, flag in enumerate(islice(remaining_flags, len(batch.uids))) if flag])
+            rows.append([row for row, is_chosen in enumerate(islice(remaining, len(batch.uids))) if is_chosen])
             counted = COUNTS[self._objective.count](micro.correction, inputs.response_mask)
             pass_columns = {"delta": delta, "proximal": inputs.proximal_log_probs, "counted": counted}
             columns_by_uid |= by_rollout(batch, pass_columns)
 
-        # Read the flagged sequences again, gathered in few batches.
+        # Read the chosen sequences again, gathered in few batches.
         repairs = regroup(batches, rows, self._pads)
         most_repairs = max_over_ranks(len(repairs))
 
@@ -316,6 +319,6 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
     # For each sequence, the relative error that is left if it and all with smaller squares are not read again.
     errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * factor).sqrt()
     smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()  # a square; inf if none is chosen
-    # The last error is the one if no sequence is read again. Of the squares but 0, those not below the smallest chosen
-    # one are chosen, so NaN too.
+    # The last error is the one if no sequence is read again. Chosen are the squares that are not below the smallest
+    # chosen one, so NaN too; but never 0.
     return errors[-1], ~(squares < smallest_chosen) & (squares != 0)

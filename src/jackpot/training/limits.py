@@ -75,15 +75,15 @@ def fall_of(evaluated: Sequence[tuple[int, float]], problems: int) -> Fall | Non
         problems: number of problems in each evaluation.
     """
     best = 0.0
-    since: list[tuple[int, float]] = []  # the low evaluations in a row so far
+    low_in_a_row: list[tuple[int, float]] = []  # the newest evaluations, if they are low
     for iteration, accuracy in evaluated:
         if accuracy < COLLAPSED_BELOW * best and accuracy < best - two_errors(problems, best):
-            since.append((iteration, accuracy))
-            if len(since) == IN_A_ROW:
-                first_low, fallen_to = since[0]
+            low_in_a_row.append((iteration, accuracy))
+            if len(low_in_a_row) == IN_A_ROW:
+                first_low, fallen_to = low_in_a_row[0]
                 return Fall(iteration=first_low, accuracy=fallen_to, best=best)
         else:
-            since, best = [], max(best, accuracy)
+            low_in_a_row, best = [], max(best, accuracy)
     return None
 
 

@@ -22,7 +22,7 @@ def policy_objective(objective: ObjectiveConfig) -> PolicyObjective:
     default_target = "old" if correction.proximal == "rollout" else correction.proximal
     regresses = objective.surrogate == "oapl"  # its loss regresses a log-ratio on the advantage
 
-    # Corrections without a budget or a `kappa_tolerance` get the defaults.
+    # Corrections without a budget or a `kappa_tolerance` get the defaults; `_clip` turns None into infinity, no clip.
     return PolicyObjective(
         correction=construct_correction(correction),
         target=correction.target if isinstance(correction, TargetCorrection) else default_target,
@@ -51,7 +51,7 @@ def rollout_model_objective(objective: RolloutModelConfig, loss_agg_mode: str) -
     return RolloutModelObjective(
         correction=construct_correction(objective.correction),
         proximal=objective.correction.proximal,
-        clip_low=_clip(objective.clip_low),
+        clip_low=_clip(objective.clip_low),  # `_clip` turns None into infinity, which clips nothing
         clip_high=_clip(objective.clip_high),
         ppo_weight=objective.ppo_weight,
         distill_weight=objective.distill_weight,

@@ -44,7 +44,10 @@ class OldPolicySnapshot:
         self._empty_columns: dict[str, Tensor] = {}
 
     def add(self, batch: TokenBatch, old: OldLogProbs) -> None:
-        """Store the old log-probs of a micro-batch, and the Z and lam that belong to them, by rollout."""
+        """Store the old log-probs of a micro-batch by rollout, with OBRS's Z and lam of each token.
+
+        Z is the expected acceptance. lam divides acceptance probabilities; it is stored where a budget chooses it.
+        """
         columns = {
             "old_log_probs": old.old_log_probs,
             "rollout_model_old_log_probs": old.rollout_model_old_log_probs,
@@ -58,6 +61,7 @@ class OldPolicySnapshot:
     def fetch(self, batches: Iterable[TokenBatch]) -> None:
         """Copy the log-probs that each rank has stored to all ranks, if a rank lacks any for its own `batches`."""
         needed = _keys(uid for batch in batches for uid in batch.uids).tolist()
+        # Go on, on all ranks together, if some rank lacks a key that it needs.
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 

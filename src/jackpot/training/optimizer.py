@@ -21,6 +21,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
+    # The schedule's argument is the share of the steps after the warm-up, `span`, that were taken.
     span = max(total_steps - config.warmup_steps, 1)
     return config.learning_rate * SCHEDULES[config.schedule](min((step - config.warmup_steps) / span, 1.0))
 
@@ -110,7 +111,7 @@ class ModelOptimizer:
     def step(self, scale: float = 1.0) -> None:
         """Take one AdamW step at `scale` times the scheduled learning rate, and drop the gradients.
 
-        Then the weights are rounded as `weights_dtype` says.
+        With `weights_dtype: bf16` the weights are then rounded to values of bf16; their dtype stays.
         """
         for group in self._adamw.param_groups:
             group["lr"] = scale * self.learning_rate
@@ -149,6 +150,7 @@ class ModelOptimizer:
         """
         self.steps = state["steps"]
         numbered_parameters = enumerate(self.parameters) if self.steps else ()  # no moments before the first step
+        # AdamW's state of each parameter, by the parameter's index: its moments and the number of steps.
         states = {index: self._state(index, parameter, moments) for index, parameter in numbered_parameters}
         self._adamw.load_state_dict({"state": states, "param_groups": state["groups"]})
 

@@ -58,7 +58,7 @@ class Ranks:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout))
         assert isinstance(group, dist.ProcessGroup), "every rank is a member"
         self._waiting = group  # the group in which ranks wait for a command
-        self._run, self._last = run, LastCommand(run, self.rank)
+        self._run, self._last = run, LastCommand(run, self.rank)  # the newest command, also in ranks/R.json
         self._is_idle = True  # whether this rank is between two commands
         # The lock is held to send to waiting ranks; the event says that the run has ended.
         self._turn, self._ended = threading.Lock(), threading.Event()
@@ -79,7 +79,8 @@ class Ranks:
             RankError: a rank was lost, or does not answer within the time-out. The message names what each rank did
                 last.
         """
-        with self._turn, self._command(self._last.sequence_number + 1, name):  # `_last` now has this number
+        # The lock `_turn` holds back signs of life; `_command` gives `_last` the next number.
+        with self._turn, self._command(self._last.sequence_number + 1, name):
             for rank in range(1, self.size):  # `follow` reads these four values
                 self._send([self._last.sequence_number, name, torch.get_num_threads(), arguments[rank]], rank)
             return work(arguments[0]), [self._receive(rank, group=None) for rank in range(1, self.size)]
@@ -115,7 +116,7 @@ class Ranks:
         """Send signs of life to all waiting ranks, one an interval, until the run ends or a command fails."""
         while not self._ended.wait(interval):
             with self._turn:
-                # A running command holds the lock; so rank 0 is not idle here only after a command that failed.
+                # A running command holds the lock, so if rank 0 is not idle here, a command has failed.
                 if self._ended.is_set() or not self._is_idle:
                     return
                 try:
@@ -169,13 +170,13 @@ class Ranks:
         """Wait for a value from another rank and return it; the signs of life that come before it are dropped.
 
         Args:
-            group: the group in which the other rank sends the size of the value; None: the default group, in which the
-                bytes always come.
+            group: the group in which the other rank sends the size of the value; None: the default group. The bytes
+                of the value always come in the default group.
 
         Raises:
             MessageError: what comes is no message.
         """
-        head = _ALIVE.clone()
+        head = _ALIVE.clone()  # begin as if a sign of life had come
         while torch.equal(head, _ALIVE):
             dist.recv(head, rank, group=group)
         # A size that does not come with its bitwise complement is none: the connection gave other bytes.
@@ -186,7 +187,7 @@ class Ranks:
                 f"command again, which continues from the newest checkpoint"
             )
         message = torch.empty(size, dtype=torch.uint8)
-        for piece in message.split(_PIECE):
+        for piece in message.split(_PIECE):  # views of the message, so this fills it
             dist.recv(piece, rank)
         return unpack(message)
 
@@ -259,7 +260,10 @@ class LedLearner(Learner):
         self._on_all("release_memory")
 
     def save(self, folder: Path, roles: Sequence[Role]) -> dict[str, Any]:
-        """Let every rank write its part of the models, then their indices; return the parts' checksums."""
+        """Let every rank write its part of the models, then write their indices; return the parts' checksums.
+
+        If ranks cannot write, raise a CheckpointError with the errors of all of them.
+        """
         arguments = {"folder": str(folder.resolve()), "roles": list(roles)}
         replies = self._all("save", [arguments] * self._ranks.size)
         if failures := [f"rank {rank}: {reply['failed']}" for rank, reply in enumerate(replies) if "failed" in reply]:
@@ -393,7 +397,7 @@ def describe(run: Path, size: int) -> str:
 
 
 def _sentence(path: Path, rank: int) -> str:
-    """Describe the newest command of one rank, from its file."""
+    """Describe the newest command of one rank, from its file; say so if the file is missing or damaged."""
     try:
         facts = json.loads(path.read_text())
         ago = f"{max(0.0, time.time() - facts['time']):.0f} s ago"

@@ -118,7 +118,7 @@ class Bets:
             log_factors: log of each bet's factor in the batch, [bets].
         """
         self._batches += 1
-        # The new product's weight in the average of a bet's products (see the class).
+        # The new product's weight in the average of a bet's products: 0.9 for the first, all later ones sum to 0.1.
         new_weight = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
         # All in logs: add the new product, 1 times both weights, to each bet's weighted sum; multiply by the factor.
         self.products = torch.logaddexp(self.products, self._weights + math.log(new_weight)) + log_factors
@@ -287,7 +287,7 @@ def _repeat_log_factors(rollouts: Sequence[Rollout]) -> Tensor:
             logs += torch.tensor(
                 [math.log(1.0 - b + (b / max(chance, 1e-300) if response in earlier else 0.0)) for b in REPEATS]
             )
-        # The response's probability, as high as it may be: ANOTHER_PASS nats are added to each token's log-prob.
+        # The highest probability that another forward pass may give the response: ANOTHER_PASS nats more a token.
         log_probs = rollout.rollout_log_probs[rollout.sampled_mask].double()
         earlier[response] = math.exp(min(0.0, float((log_probs + ANOTHER_PASS).sum())))
     return logs

@@ -86,7 +86,7 @@ class Trainer:
             role: EngineCheck(config, components.learner, role, folder.event) for role in components.writers
         }
 
-        count = state["non_finite"] if state else 0
+        count = state["non_finite"] if state else 0  # optimizer steps in a row with a non-finite gradient
         self._non_finite = NonFiniteGuard(config.guard.max_non_finite_steps, folder.event, count)
         self._evaluator = Evaluator(components, folder, self._engine_checks)
         self._checkpointer = Checkpointer(components, folder, state)
@@ -135,7 +135,7 @@ class Trainer:
                     trace, uses_rollout_model = self._saves_rollouts(iteration), config.uses_rollout_model(iteration)
                     steps, gaps = components.learner.train(mini_batches, trace, uses_rollout_model)
 
-                self._check_gaps(iteration, samples, gaps)
+                self._check_gaps(iteration, samples, gaps)  # |p_engine - p_training| of each token
 
                 # Send the new weights to the writers, the engines that generate the next rollouts, once they have
                 # generated all batches that were begun with the old weights.
@@ -201,7 +201,7 @@ class Trainer:
 
         if self._is_last(self.iteration) or self.iteration % self._config.evaluation.every == 0:
             self._sampler.finish()  # the engines that evaluate may still generate rollouts for training
-            # This iteration is finished, so an error is an event of the next one.
+            # This iteration is finished, so an error is an event of the next one. `current`: engines with new weights.
             with self._clock("evaluate"), stop_recorded(self._folder.event, self.iteration + 1, WeightsError):
                 values |= self._evaluator.evaluate(self.iteration, current=self._next_writers(self.iteration).values())
 
@@ -225,7 +225,7 @@ class Trainer:
             epochs=batch.ppo_epochs,
             micro_batch_tokens=batch.micro_batch_tokens,
             seed=self._config.seed,
-            pads=self._components.learner.pads,
+            pads=self._components.learner.pads,  # whether padding counts as tokens
         )
 
     def _save(self, iteration: int, samples: Sequence[TrainingSample], steps: Sequence[StepResult]) -> None:
@@ -261,7 +261,7 @@ class Trainer:
         return {
             "non_finite": self._non_finite.count,
             "versions": [list(version) for version in self._versions],
-            **self._sampler.state_dict(),
+            **self._sampler.state_dict(),  # waits for the batches
         }
 
     def _record_events(self) -> None:

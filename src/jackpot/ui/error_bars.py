@@ -108,7 +108,7 @@ def downsample(line: MeanLine, most: int = MOST_POINTS) -> MeanLine:
     return MeanLine(
         x=[line.x[index] for index in indices],
         y=thinned(line.y),
-        low=line.low and thinned(line.low),
+        low=line.low and thinned(line.low),  # None for a single run, as `high`
         high=line.high and thinned(line.high),
     )
 

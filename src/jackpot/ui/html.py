@@ -76,7 +76,7 @@ def write_page(
         "SCRIPT": _asset("page.js") + scripts,
     }
 
-    page = _SLOT.sub(lambda slot: slots[slot[1]], _asset("page.html"))
+    page = _SLOT.sub(lambda match: slots[match[1]], _asset("page.html"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page.encode())
 

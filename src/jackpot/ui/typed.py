@@ -38,7 +38,7 @@ class Command(TyperCommand):
         """
         words = list(args)  # the parser empties the list that it gets
         try:
-            # `parameters` has each parameter as often as it was typed.
+            # `parameters` has each parameter as often as it was typed; its last name, `opts[-1]`, stands in errors.
             _, _, parameters = self.make_parser(ctx).parse_args(list(args))
         except NoSuchOption as error:
             raise ConfigError(self._unknown_option(ctx, error.option_name, error.possibilities, words)) from None
@@ -71,7 +71,7 @@ class Command(TyperCommand):
             forms = " or ".join(f"{key}={value}" for key in similar_settings)
             return f"no option {option}; settings are written key=value: {forms}"
 
-        # After a question the sentence goes on with `jackpot`; without one, after a semicolon.
+        # The text ends with "jackpot COMMAND --help lists all", after the question or, without one, a semicolon.
         guess = f"; did you mean {' or '.join(similar_options)}?" if similar_options else ";"
         return f"no option {option}{guess} jackpot {ctx.info_name} --help lists all"
 
@@ -104,7 +104,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
     if recipe := options.get("recipe"):
         typed = options["overrides"] or []
         if "arms" in options:
-            # One seed is enough: the models do not depend on it.
+            # Only `jackpot compare` has arms. One seed is enough: the models do not depend on it.
             configs = [*recipes.resolve_arms(recipe, recipes.split_names(options["arms"]), [0], typed).values()]
             folder = options["folder"] or Path("runs") / f"compare-{Path(recipe).stem}"
         else:
@@ -155,6 +155,7 @@ def register(
 
     @functools.wraps(function)
     def call(**options: Any) -> None:
+        """Check the options, import what the command's file has postponed, and run the function."""
         if not on_ranks and (ranks := process_rank().size) > 1:
             raise ConfigError(f"torchrun started {ranks} processes; {name} runs in one, without it")
 

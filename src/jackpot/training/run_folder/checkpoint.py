@@ -140,7 +140,9 @@ class Checkpoints:
             raise CheckpointError(f"cannot write the checkpoint {folder}: {cause_of(error)}") from error
 
     def find(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
-        """Return the newest intact checkpoint, and errors of newer, corrupt ones. Nothing on the disk changes.
+        """Return the newest intact checkpoint, None before the first, and errors of newer, corrupt ones.
+
+        Nothing on the disk changes.
 
         Raises:
             CheckpointError: the run has checkpoints, and all are corrupt; or a file is a link out of its checkpoint.
@@ -201,7 +203,7 @@ class Checkpoints:
             CheckpointError: a link cannot be written.
         """
         with checkpoint_error_in(self._folder):
-            self._link("last", self._steps()[-1])
+            self._link("last", self._steps()[-1])  # the newest
             if best and self._step(best["iteration"]).is_dir():
                 self._link("best", self._step(best["iteration"]))
                 return best
@@ -217,7 +219,7 @@ class Checkpoints:
         for path in self._steps():
             if path.name not in names:  # rename it before removal, so that no checkpoint is ever seen half removed
                 path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
-        self.remove_unfinished()
+        self.remove_unfinished()  # removes the renamed ones too
 
     def remove_unfinished(self) -> None:
         """Remove checkpoints that a kill left half written or half removed."""
@@ -262,7 +264,8 @@ class Checkpointer:
         self._saved = -1  # newest iteration with a checkpoint
         self._overdue = False  # True after a checkpoint that could not be written
         self._value: float | None = None  # accuracy or mean reward of the policy in this iteration, if it was evaluated
-        self._best: dict[str, float] | None = None  # {"iteration", "accuracy"} of the best checkpoint
+        # "iteration" and "accuracy" (or mean reward, under the same name) of the best checkpoint.
+        self._best: dict[str, float] | None = None
         if state is not None:
             self._saved = state["iteration"]
             self._best = self._checkpoints.restore_links(state["best"])
@@ -279,7 +282,7 @@ class Checkpointer:
             value: accuracy of the policy after this iteration, or its mean reward if the task has no verdict; None if
                 the policy was not evaluated.
         """
-        self._value = value
+        self._value = value  # `_is_best` compares it with that of the best checkpoint
         config = self._components.config.checkpoint
         is_last = iteration == self._components.config.iterations
         due = is_last or self._is_best or self._overdue or iteration % config.every == 0
@@ -354,7 +357,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     """Read the state.pt of a checkpoint.
 
     Raises:
-        CorruptCheckpoint: the file is missing or damaged.
+        CorruptCheckpoint: the file is missing or damaged, or is a pipe or device.
     """
     try:
         return torch.load(check_foreign(folder / "state.pt"), map_location="cpu", weights_only=True)
@@ -396,6 +399,7 @@ def _write_checksums(folder: Path, written: Mapping[str, Any]) -> None:
     Args:
         written: the checksums that are known already, by the file's path in `folder`.
     """
+    # Of the files in the folder and those in `written`, so that `_verify` reports one that is not there.
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     checksums = {name: written.get(name) or checksum(folder / name) for name in sorted(names | written.keys())}
     (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
@@ -421,7 +425,7 @@ def _verify(folder: Path) -> None:
         raise CheckpointError(
             f"{error}. A checkpoint is read from files inside of its folder; copy them there"
         ) from error
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a checksum is no dict
         raise CorruptCheckpoint(folder, name, f"cannot be read: {cause_of(error)}") from error
 
 

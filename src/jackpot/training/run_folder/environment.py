@@ -79,6 +79,7 @@ def _read(path: Path) -> dict[str, Any]:
 
     written = content.get("format", FORMAT) if isinstance(content, dict) else None
     if isinstance(written, int) and written > FORMAT:
+        # The version of the newest start, "a later version" where the file does not say it.
         by = (content.get("starts") or [{}])[-1].get("jackpot", "a later version")
         raise CheckpointError(
             f"{path.parent} has the format {written} of jackpot {by}, and this version ({version()}) knows formats up "

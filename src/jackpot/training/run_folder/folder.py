@@ -124,10 +124,10 @@ class RunFolder:
         """Name the folder's parts; nothing on the disk is read or changed."""
         self.path = path
         self.checkpoints, self.rollouts = path / "checkpoints", path / "rollouts"
-        self.failed = {"checkpoint/failed": 0, "files/failed": 0}
-        self._lock: IO[str] | None = None
+        self.failed = {"checkpoint/failed": 0, "files/failed": 0}  # what could not be written, counted over the run
+        self._lock: IO[str] | None = None  # the open file .lock, while this process holds the folder
         self._made: list[Path] = []  # folders that `lock` has made, the innermost first; `give_up` removes them
-        self._appended: dict[str, AppendedFile] = {}
+        self._appended: dict[str, AppendedFile] = {}  # the files that `_append` has written to, by name
         self._tensorboard = ""  # name of this start's event file
         self._wandb: WandbRun | None = None
 
@@ -138,6 +138,7 @@ class RunFolder:
             CheckpointError: another process holds the folder.
         """
         with checkpoint_error_in(self.path):
+            # The folders that are made here, for `give_up`.
             self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = hold_lock(self.path / ".lock")
@@ -214,6 +215,7 @@ class RunFolder:
         # A checkpoint is due at the first evaluation in training too, because its policy is the best so far.
         evaluated = [line["iteration"] for line in lines if line["iteration"] and measure_of(line)]
         first_due = min(before.checkpoint.every, before.iterations, *evaluated)
+        # A running total, whose newest value is the largest. A line stands before the checkpoint of its iteration.
         failed = max((line.get("checkpoint/failed") or 0 for line in lines), default=0)
 
         is_folder = self.checkpoints.is_dir()
@@ -221,7 +223,8 @@ class RunFolder:
             why = f"is a link to {self.checkpoints.readlink()}, which is not there"
         elif finished and not is_folder:
             why = "is not there"
-        elif finished > first_due + failed:  # some attempt did not fail, so a checkpoint was written, and is gone
+        elif finished > first_due + failed:
+            # `finished` - `first_due` attempts came before the newest line; fewer failed, so a checkpoint was written.
             why = "holds none"
         else:
             return
@@ -388,7 +391,7 @@ class RunFolder:
         _log.warning("iteration %d: %s", iteration, ": ".join(map(str, event.values())))
 
     def failure(self, iteration: int, metric: str, event: Mapping[str, Any]) -> None:
-        """Count a file that could not be written in `failed[metric]`, and warn with `event`, which says why."""
+        """Add 1 to `failed[metric]` for a file that could not be written; record and print `event`, which says why."""
         self.failed[metric] += 1
         self.warn(iteration, event)
 

@@ -76,7 +76,7 @@ def flat_column(table: pa.Table, column: str) -> np.ndarray:
 
 
 def open_rollout_file(path: Path) -> RolloutFile:
-    """Read the footer of a file of saved rollouts, which tells the file's size.
+    """Read the footer of a file of saved rollouts, which tells how many responses and tokens the file holds.
 
     Raises:
         UnreadableRollouts: the file is damaged or of another schema version.

@@ -46,6 +46,7 @@ def event_file_name(folder: Path) -> str:
     names = [path.name.removeprefix(_PREFIX) for path in event_files(folder)]
     times = [float(match[0]) for name in names if (match := re.match(r"\d{10}", name))]
     seconds = max([time.time(), *(written + 1.0 for written in times)])
+    # 10 digits, a point and 6 digits, so that the order of names is that of times.
     return f"{_PREFIX}{seconds:017.6f}.{platform.node()}.{os.getpid()}"
 
 
@@ -142,8 +143,8 @@ class WandbRun:
                 dir=folder,
                 config=settings,
                 mode="offline" if tracking.mode == "offline" else None,  # None: WANDB_MODE, else online
-                resume="allow",
-                reinit="create_new",
+                resume="allow",  # continue the run of this id, if W&B has it
+                reinit="create_new",  # leave other W&B runs of this process open
                 settings=wandb.Settings(quiet=True, finish_timeout=_FINISH, **_NOT_SENT),
             )
             self._run.define_metric("iteration")

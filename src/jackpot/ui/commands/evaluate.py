@@ -104,7 +104,7 @@ def show_results(
     if all(result.was_done for result in results):
         print_line(console, "This evaluation was finished before; nothing was generated.")
 
-    k = results[0].summary.k
+    k = results[0].summary.k  # equal for all benchmarks
     shows_rewards = any(result.summary.mean_at_k is None for result in results)
     rows = []
     for result in results:

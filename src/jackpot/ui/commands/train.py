@@ -91,6 +91,7 @@ def train(
     Status: supported. On CPUs, and briefly on a GPU (docs/gpu.md). docs/index.md says what is experimental.
     """
     process = process_rank()
+    # Rank 0 alone does all that stands below. The other ranks carry out its commands; a plan has none.
     if process.rank > 0:
         if not dry_run:
             launched.follow_leader(process)
@@ -129,6 +130,7 @@ def _show_dry_run(
     run_files.RunFolder(folder).check(config)
 
     required = published.parse_gpus(gpus) if gpus else None
+    # The GPUs to plan for: those of --gpus, else the recipe's, else (None) those of this machine.
     planned = required or recipes.recipe_notes(recipe, recipes.load_recipe(recipe)).gpus
     needs = _plan(console, config, planned, folder, ranks)
 
@@ -199,6 +201,7 @@ def _training_commands(
     machines = starting.machines(config, needs, is_asked=required is not None) if needs else []
     if required and needs and not machines:
         raise ConfigError(f"this run does not fit {required.count} {required.kind}. {plans.fitting(needs)}")
+    # Small models, or a number of ranks that is given already: there are no GPUs to choose.
     if needs is None or ranks > 1 or config.placement.launcher == "ray":
         return {starting.start(*typed, ranks): "train"}
     if not machines:
@@ -245,8 +248,8 @@ def _listener(console: Console, config: "run_settings.Config") -> Iterator[Calla
             if seconds := numbers.iteration_seconds(line):
                 facts["s/iteration"] = f"{seconds:.2g}"
 
-            # An evaluation also prints a line that stays, with the scores of both models alone: the names in
-            # `_REWARD_FACTS`, which accuracies have, too.
+            # An evaluation also prints a line that stays, with both models' scores alone: what has the names of
+            # `_REWARD_FACTS`, whether mean rewards or accuracies.
             counts.update(
                 "iteration",
                 line["iteration"],
@@ -313,7 +316,7 @@ def _evaluated_metrics(
 
     # A row says its unit where this is not the unit of the table's title.
     for name in map(registry.set_name, config.evaluation.benchmark_names):
-        if (metric := f"eval/{name}/mean_at_k") in last:
+        if (metric := f"eval/{name}/mean_at_k") in last:  # a benchmark with verdicts; else it has a mean reward
             metrics[f"policy on {name}" + ("" if is_accuracy else ", percent")] = (metric, "accuracy")
         else:
             metrics[f"policy on {name}" + (", mean reward" if is_accuracy else "")] = (f"eval/{name}/reward", "reward")
@@ -338,7 +341,7 @@ def _change_cells(
 def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> list[str]:
     """Return a sentence on the FLOPs and CPU seconds of a run up to its last evaluation; none before training."""
     *_, spent = summary.points_of(lines, config)  # the last evaluation, with what the run has cost up to it
-    flops = spent.flops + spent.training_flops
+    flops = spent.flops + spent.training_flops  # of rollouts, and of training
     if not flops:
         return []
 

@@ -25,12 +25,13 @@ def metric_sections(arms: Sequence[Arm], named: Collection[str] = ()) -> list[Se
     """Return the sections of the layout for which the runs have metrics, and one that lists metrics without a number.
 
     Args:
-        named: metrics that the findings of `diagnose` name; a section with one of them is not folded.
+        named: metrics that the findings of `diagnose` name. A section with one of them, or with a metric that is
+            beyond a limit and not explained by settings, is not folded.
     """
     maker = _ChartMaker(arms)
     sections = []
     for planned in LAYOUT:
-        drawn_before = set(maker.drawn)
+        drawn_before = set(maker.drawn)  # a copy: `draw` adds each metric that it draws to `drawn`
         charts = [chart for entry in planned.entries for chart in maker.draw(entry)]
         if charts:
             metrics = maker.drawn - drawn_before
@@ -51,15 +52,16 @@ class _ChartMaker:
     def __init__(self, arms: Sequence[Arm]) -> None:
         """Compute the line of every metric for every arm; no chart is made yet."""
         self._arms = arms
-        self._color_indices = arm_color_indices(arm.name for arm in arms)
+        self._color_indices = arm_color_indices(arm.name for arm in arms)  # by the arm's name
         self._runs = [run for arm in arms for run in arm.runs]
-        self._kl_metrics = {run.config.kl_metric for run in self._runs}
+        self._kl_metrics = {run.config.kl_metric for run in self._runs}  # the metric of the KL in each run
 
         metrics = {metric for run in self._runs for line in run.lines for metric in line} - _NOT_METRICS
         # By metric, one line for each arm.
         self._lines = {
             metric: [mean_line([run.lines for run in arm.runs], metric) for arm in arms] for metric in sorted(metrics)
         }
+        # Metrics that have a number in some run.
         self._metrics = [metric for metric, lines in self._lines.items() if any(line.numbers for line in lines)]
         self.empty = sorted(metrics - set(self._metrics))  # metrics that have no number in any run
         self.drawn: set[str] = set()  # metrics that have a chart
@@ -184,7 +186,7 @@ class _ChartMaker:
             series=drawn,
             note=note or limits,
             log_y=is_log,
-            # A logarithmic axis has no place for a limit of 0 or below.
+            # A logarithmic axis has no place for a limit of 0 or below (`y` is never None in `_limits`).
             guides=tuple(guide for guide in guides if not is_log or (guide.y or 0.0) > 0.0),
         )
 
@@ -213,7 +215,7 @@ class _ChartMaker:
         newest = []  # for each arm its newest values over the positions
         for arm_index, arm in enumerate(self._arms):
             lines = {band: self._lines[metric][arm_index] for band, metric in bands.items()}
-            lines = {band: line for band, line in lines.items() if line.numbers}
+            lines = {band: line for band, line in lines.items() if line.numbers}  # bands with a number in this arm
             if not lines:
                 continue
 
@@ -247,6 +249,7 @@ def _as_series(line: MeanLine, name: str, color_index: int) -> Series:
         name=name,
         x=line.x,
         y=[rounded(value) for value in line.y],
+        # None for a single run.
         low=line.low and [rounded(value) for value in line.low],
         high=line.high and [rounded(value) for value in line.high],
         color_index=color_index,

@@ -104,7 +104,8 @@ class _Packing:
         """
         iterations: list[dict[str, Any]] = []
         chosen = with_best(spread_files(files, share), files, best)
-        chosen.sort(key=lambda saved: (saved.tokens, -saved.iteration))  # small files leave room to the large ones
+        # Small files first, which leave room to the large ones; of equally large ones the newest first.
+        chosen.sort(key=lambda saved: (saved.tokens, -saved.iteration))
 
         for index, saved in enumerate(chosen):
             try:
@@ -158,6 +159,7 @@ def spread_files(files: Sequence[RolloutFile], budget: int) -> list[RolloutFile]
         budget: the room, tokens.
     """
     for count in range(len(files), 1, -1):
+        # `count` indices at equal distances from 0 to the last one.
         spread = [files[round(index * (len(files) - 1) / (count - 1))] for index in range(count)]
         if sum(_typical_tokens(saved, FEW) for saved in spread) <= budget:
             return spread
@@ -247,6 +249,7 @@ def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
 
     columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _RESPONSE_COLUMNS}
     columns |= {name: significant(flat_column(table, column), digits=4) for name, column in _TOKEN_COLUMNS.items()}
+    # Of each token: its probability under the old policy by that of the engine.
     ratio = np.exp(flat_column(table, "old_log_probs") - flat_column(table, "rollout_log_probs"))
     columns |= _top(table, "rollout", words) | _top(table, "policy", words)
 
@@ -269,7 +272,8 @@ def _lengths(table: pa.Table) -> list[int]:
 def _top(table: pa.Table, model: str, words: TokenTexts) -> dict[str, Any]:
     """Return the first `TOP` entries of each token's top-k list as flat columns, and add their ids to `words`.
 
-    MODEL_top_count is the number of entries returned for each token, MODEL_top_of that of entries in the file.
+    MODEL_top has the entries' probabilities. MODEL_top_count is the number of entries returned for each token,
+    MODEL_top_of that of entries in the file.
     """
     ids = _matrix(flat_column(table, f"{model}_top_ids"))[:, :TOP].astype(np.int64)
     log_probs = _matrix(flat_column(table, f"{model}_top_log_probs"))

@@ -68,14 +68,14 @@ def readable(token: str, in_bytes: bool) -> str:
         in_bytes: whether the tokenizer represents every byte by a letter.
     """
     if match := _BYTE.fullmatch(token):
-        content = bytes([int(match[1], 16)])
+        content = bytes([int(match[1], 16)])  # `<0x0A>` is one byte
     elif in_bytes and all(letter in _LETTERS for letter in token):
         content = bytes(_LETTERS[letter] for letter in token)
     else:
-        return token.replace("▁", " ")
+        return token.replace("▁", " ")  # where letters are letters, `▁` marks a space
     try:
         return content.decode()
-    except UnicodeDecodeError:
+    except UnicodeDecodeError:  # a part of a character
         return "".join(f"⟨{byte:02X}⟩" for byte in content)
 
 

@@ -156,6 +156,7 @@ def show_table(
         for index in indices:
             head = columns[index]
             is_number = head in numbers
+            # Where the table is too wide, a number stays on one line, and its column's head is broken into lines.
             if is_number and not fits:
                 head = textwrap.fill(head, needed[index], break_long_words=False)
             table.add_column(

@@ -87,7 +87,7 @@ def _bytes(count: int) -> str:
 
 
 def _engine(config: Config) -> str:
-    """Say which engine generates, in which precision, and which engine evaluates the policy."""
+    """Say which engine generates, in which precision, with drafts or ahead of training, and which one evaluates."""
     engine = config.engine
     head = ", output layers in fp32" if config.head_dtype else ""
     facts = [f"{_precision(engine)}, training in {config.precision}{head}"]

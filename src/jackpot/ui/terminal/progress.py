@@ -56,7 +56,7 @@ class Counts:
 
         # By name: the bar, and the time and the count of its first update.
         self._starts: dict[str, tuple[TaskID, float, int]] = {}
-        self._last_line = -LINE_SECONDS  # when the newest line was printed
+        self._last_line = -LINE_SECONDS  # when the newest line was printed; at first so long ago that a line is due
         self._facts: dict[str, str] = {}  # newest facts below the bars, by name
         self._stage = ""  # what the command does now
         self.live = Live(self._frame(), console=console, refresh_per_second=4)

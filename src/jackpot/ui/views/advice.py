@@ -20,7 +20,7 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
     eligible = [candidate for candidate in candidates if candidate["advisable"] or candidate["is_whole"]]
     # Each correction's candidate that is worth most: the candidates are reversed, so it comes last and stays.
     best = {candidate["name"]: candidate for candidate in reversed(eligible)}
-    # The numbers of a candidate that the columns after the first show.
+    # The numbers of a candidate that the columns after the first show; `elsewhere` stands in the column of states.
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
 
     return Table(

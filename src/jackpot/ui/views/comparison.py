@@ -54,7 +54,7 @@ def _cheapest(comparison: Comparison) -> dict[str, str]:
     empty if fewer than two arms reach the accuracy.
     """
     costs = {row.arm: row.cost for row in comparison.rows if row.cost and row.cost.all_flops and row.cost.cpu_seconds}
-    arms = sorted(costs, key=lambda arm: costs[arm].all_flops or math.inf)
+    arms = sorted(costs, key=lambda arm: costs[arm].all_flops or math.inf)  # `or`: for the type checker alone
     if comparison.accuracy is None or len(arms) < 2:
         return {}
 
@@ -249,7 +249,7 @@ def _series(arm: str, color_index: int, runs: Sequence[RunSummary], quantity: _Q
         return [spent.get(iteration) for iteration in iterations]
 
     def values(run: RunSummary) -> list[float | None]:
-        """Return the quantity of a run at each iteration; None where `_point_at` finds no evaluation."""
+        """Return the quantity of a run at each iteration, after a collapse the newest; None without evaluation."""
         points = (_point_at(run, iteration) for iteration in iterations)
         return [point and quantity(point) for point in points]
 

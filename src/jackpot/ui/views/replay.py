@@ -58,7 +58,7 @@ def corrections(result: ReplayResult) -> Section:
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
 
-    # Results that also have numbers from whole distributions, which were known in some states.
+    # Results that also have numbers from whole distributions, which were known in some states, the same for all.
     exact = [(names, correction) for names, correction in rows if correction.tv_after_correction is not None]
     if exact:
         details.append(
@@ -87,7 +87,7 @@ def facts(result: ReplayResult) -> Table:
         return float(metrics[name].value)
 
     ratio = Mean.named(metrics, "ratio")
-    tokens = Mean.named(metrics, "total_variation").count
+    tokens = Mean.named(metrics, "total_variation").count  # the number of tokens in the mean
     quantiles = ", ".join(f"{ratio_quantile(metrics, 'mismatch/log_ratio', share):.3g}" for share in QUANTILES)
     divergences = ", ".join(format_number(value(f"mismatch/kl_{name}"), ".4f") for name in ("k1", "k3"))
     clips = [correction.setting.objective for correction in result.corrections[:1]]  # all have the same PPO clip
