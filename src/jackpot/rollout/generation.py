@@ -77,6 +77,7 @@ class GenerationBatch:
                 **dict(zip(columns, values, strict=True)),
             )
 
+        # Each score is a tuple: the uid of its rollout, then the values of the fields of `Score`, in their order.
         groups = []
         for has_equal_rewards, scores in state["groups"]:
             members = [

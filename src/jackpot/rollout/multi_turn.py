@@ -98,11 +98,12 @@ class _Episode:
     """
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
+        """Begin an empty response to `request`, limited by its settings and by the engine's context."""
         self._task, self._tokenizer = task, tokenizer
         self._request = request
         context = engine.capabilities.max_model_len - len(request.prompt.token_ids)
         self._limit = min(request.sampling.max_new_tokens, context)  # largest length of the response, tokens
-        self._segments: list[Rollout] = []
+        self._segments: list[Rollout] = []  # turns and replies so far, one after the other
         self.finish: Finish | None = None  # why the response has ended, None while it goes on
 
     def next_turn(self) -> Request:

@@ -67,6 +67,7 @@ class Critic:
     def __init__(
         self, model: PreTrainedModel, optimizer: ModelOptimizer, config: CriticConfig, micro_batch_tokens: int
     ) -> None:
+        """Keep the model without dropout; `micro_batch_tokens` is the most tokens that it reads in one pass."""
         self.model, self.optimizer = model.eval(), optimizer  # eval: no dropout
         self._config, self._micro_batch_tokens = config, micro_batch_tokens
 

@@ -52,6 +52,7 @@ class EnvironmentTask(BatchScoredTask):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: EnvironmentConfig) -> None:
+        """Import the function or class that makes an environment, and find the tokens that end an action."""
         self._settings = settings
         self._make = import_object(settings.import_path, "environment")
         self._template = Template(settings.template, tokenizer, instruction="", system_prompt=None)

@@ -68,7 +68,7 @@ class Math(BatchScoredTask):
         self._events: list[dict[str, Any]] = []  # events since the last `take_events`
 
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
-        # Import reward functions of the user now, so that a run with a wrong name ends at once.
+        # Access `reward_fn` to import reward functions of the user now, so that a run with a wrong name ends at once.
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
 
@@ -175,6 +175,7 @@ def make_benchmark(
     fields = settings.model_dump(include=set(QuestionConfig.model_fields))
     # The verdict named `correct`, which is built in, is given by the verifier.
     fields["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
+    # `MathConfig` requires `train`, which is not read here.
     return Math(tokenizer, MathConfig(train=data, test=data, **fields), reward_fn, splits=("test",))
 
 

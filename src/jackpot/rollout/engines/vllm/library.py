@@ -121,7 +121,7 @@ def keep_process_groups() -> Iterator[None]:
     from vllm.v1.engine import core
     from vllm.v1.worker import workspace
 
-    # The two functions that a vLLM engine calls at its end.
+    # The two functions that a vLLM engine calls at its end: instead it collects garbage, and does nothing.
     destroy_groups, forget_workspace = core.cleanup_dist_env_and_memory, workspace.reset_workspace_manager
     core.cleanup_dist_env_and_memory = gc.collect
     workspace.reset_workspace_manager = lambda: None
@@ -201,6 +201,7 @@ def keep_scales(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         kernel: Any = getattr(getattr(layer, "scheme", None), "kernel", None)
+        # Have a kernel of oneDNN also keep the scales whenever `reload_weights` lets it process new weights.
         if hasattr(kernel, "dnnl_handler"):
             kernel.process_weights_after_loading = partial(_pack_and_keep, kernel)
 

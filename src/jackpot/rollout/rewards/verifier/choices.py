@@ -60,8 +60,8 @@ def parse_choice(reference: str) -> Choice | None:
 
 def letter_choice(text: str) -> str | None:
     """Return a text that names a letter (`B`, `b`, `(B)`, `B. 142`) as a reference such as `(B)`; None for others."""
-    letter, option = _given(text.strip())
-    return text if parse_choice(text[:MAX_ANSWER_LENGTH]) else choice(letter, option) if letter else None
+    letter, rest = _given(text.strip())
+    return text if parse_choice(text[:MAX_ANSWER_LENGTH]) else choice(letter, rest) if letter else None
 
 
 def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool]) -> bool:
@@ -75,14 +75,14 @@ def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool
     Args:
         compare: compares two normalized texts that are no choices.
     """
-    letter, option = _given(answer)
+    letter, rest = _given(answer)  # "" and the whole answer where it begins with no letter of an option
     # Without a capital letter at its start, the answer is another spelling of the letter, or the option's text.
     if not letter.isupper():
         return compare(answer, f"({reference.letter})") or _is_option(answer, reference.option, compare)
-    if letter != reference.letter or not option:
+    if letter != reference.letter or not rest:  # another letter, or the right letter alone
         return letter == reference.letter
-    # A text follows the right letter: it must be the option's text, if that is known.
-    return _is_option(option, reference.option, compare) if reference.option else _NOT_ITS_TEXT.match(option) is None
+    # A text follows the right letter: it must be the option's text, if that is known, and else not another choice.
+    return _is_option(rest, reference.option, compare) if reference.option else _NOT_ITS_TEXT.match(rest) is None
 
 
 def _given(text: str) -> tuple[str, str]:
