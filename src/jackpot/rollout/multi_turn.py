@@ -57,6 +57,7 @@ def generate_rollouts(
 def _single_turns(engine: Engine, pending: set[str]) -> Iterator[Rollout]:
     """Collect the rollouts of the requests with the uids `pending`, and yield each as it ends."""
     while pending:
+        # Wait for one rollout, and take all others that have ended by then.
         rollouts = _next_turns(engine, pending)
         rollouts += engine.collect(len(pending), timeout=0.0, uids=pending)
         pending -= {rollout.uid for rollout in rollouts}
@@ -144,7 +145,7 @@ class _Episode:
             self._segments.append(_reply_segment(token_ids, turn))
 
     def rollout(self, finish: Finish) -> Rollout:
-        """Return all turns and replies as one rollout, the response to the request."""
+        """Return all turns and replies as one rollout, the response to the request; the sampler sets `sampled_by`."""
         columns = {name: self._column(name) for name in TOKEN_COLUMNS}
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=finish, sampled_by=None, **columns)
 

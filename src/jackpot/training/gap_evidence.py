@@ -63,8 +63,9 @@ class GapEvidence:
     def __init__(self) -> None:
         """Begin without evidence; the bets of all ranges of depth have equal shares."""
         self._bets = Bets(torch.full((DEPTHS,), 1.0 / DEPTHS, dtype=torch.float64))
-        self._sums, self._counts = torch.zeros(2, DEPTHS, dtype=torch.float64)  # sum of x, and number of prompts
-        self._batches = 0
+        # By range of depth, over earlier batches, which count ever less: sum of x (see the class), number of prompts.
+        self._sums, self._counts = torch.zeros(2, DEPTHS, dtype=torch.float64)
+        self._batches = 0  # number of batches added so far
 
     def add(self, rollouts: Sequence[Rollout], gaps: Sequence[Tensor], always: float) -> float:
         """Add the gaps of a batch to the evidence that gaps have grown, and return the evidence so far (`Bets.share`).

@@ -335,8 +335,9 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
 def list_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
     """Return the mean total variation between the engine's top-k lists and training's probabilities of the listed ids.
 
-    It is 0 for empty lists. Arguments are as in `engine_gap`.
+    It is 0 for empty lists, and NaN without rollouts. Arguments are as in `engine_gap`.
     """
+    # The total variation at a token is half the sum of the differences in its list.
     gaps = [_differences(rollout, rollout.top_log_probs, scores[rollout.uid][:, 1:]) for rollout in rollouts]
     return float(torch.cat(gaps).sum(-1).mean() / 2.0) if gaps else math.nan
 
@@ -357,6 +358,7 @@ def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the first rollouts of a batch, as many as it takes to have CHECKED_TOKENS sampled tokens."""
+    # By rollout, the sampled tokens before it; the sum over all rollouts comes last and is not used.
     tokens_before = accumulate((int(rollout.sampled_mask.sum()) for rollout in rollouts), initial=0)
     return [rollout for rollout, tokens in zip(rollouts, tokens_before, strict=False) if tokens < CHECKED_TOKENS]
 

@@ -43,6 +43,7 @@ class StopSignal:
         """Handle the first signal: ask for the end of the run, and let the next signal end the process at once."""
         self.requested = True
         self._restore()
+        # A process that ignored Ctrl-C before the block would ignore the next one too: let it end the process.
         if self._before[signal.SIGINT] is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if signum == HANGUP:

@@ -142,6 +142,7 @@ def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overl
     """
     timings = {f"seconds/{phase}": seconds.wall for phase, seconds in spent.items()}
     timings |= {f"cpu_seconds/{phase}": seconds.processor for phase, seconds in spent.items()}
+    # Seconds of generation and training together
     busy = timings.get("seconds/rollout", 0.0) + timings.get("seconds/train", 0.0)
     if rollout_tokens and busy:
         timings["speed/tokens_per_second"] = rollout_tokens / busy

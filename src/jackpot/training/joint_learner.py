@@ -425,7 +425,7 @@ class JointLearner(Learner):
         return {"rollout_model/distill_weight": Mean.number(objective.distill_weight)}
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
-        """Run the critic forward and backward over a micro-batch, and return the metrics of its loss."""
+        """Run the critic, if any, forward and backward over a micro-batch; return its loss's metrics, else none."""
         critic = self.critic
         if critic is None:
             return {}

@@ -125,5 +125,6 @@ class Sums(Arithmetic):
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Return reward 1 if the last number of the response is the sum, else 0, also for a response that was cut."""
+        # Compare lists of the last number alone, which are empty where there is none.
         correct = _NUMBER.findall(response.replace(",", ""))[-1:] == [prompt.answer]
         return Score(reward=float(correct), correct=correct)

@@ -125,7 +125,7 @@ class Math(BatchScoredTask):
 
     def close(self) -> None:
         """End the reward workers, unless `reward_fn` is shared."""
-        if self._shared_reward_fn is None and "reward_fn" in self.__dict__:
+        if self._shared_reward_fn is None and "reward_fn" in self.__dict__:  # an access has made it
             self.reward_fn.close()
 
     @cached_property

@@ -56,7 +56,7 @@ class _OpenFile:
     def lines(self) -> Iterator[str]:
         """Yield every line as text; count it when the next one is asked for."""
         while line := self._bounded(self.content.readline, LONGEST_LINE):
-            yield str(line, "utf-8-sig")
+            yield str(line, "utf-8-sig")  # without a byte order mark
             self.count += 1
 
     def whole(self) -> str:
@@ -88,6 +88,7 @@ def _csv(file: _OpenFile) -> Iterator[Any]:
     """Yield the rows of a CSV file, whose first line names the columns."""
     rows = csv.reader(file.lines(), strict=True)
     header = next(rows, [])
+    # Skip empty lines; refuse a row of another length than the header, and a header that names a column twice.
     for row in filter(None, rows):
         if not len(row) == len(header) == len(set(header)):
             raise ValueError(f"{len(row)} values for the columns {', '.join(header):.200}")
@@ -482,6 +483,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
 
 def _unlabelled(options: Sequence[str]) -> list[str]:
     """Return the options without their letters, where the data writes a letter before every option: `A) 21` is `21`."""
+    # Match each option with its own letter; letters that are left over have no option.
     matches = [
         re.fullmatch(rf"\(?{letter}[).:]\s*(.+)", option, re.DOTALL)
         for letter, option in zip(ascii_uppercase, options, strict=False)
@@ -516,6 +518,7 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
     Return None where nothing matches, or where the result is empty.
     """
+    # `last` is None where nothing matches. Group 0, which a pattern without groups has, is the whole match.
     *_, last = [None, *pattern.finditer(text)]
     return last and ((last[min(1, pattern.groups)] or "").strip() or None)
 

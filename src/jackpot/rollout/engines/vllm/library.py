@@ -168,7 +168,10 @@ def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied output layer again, because on a CPU `reload_weights` leaves vLLM's packed copy as it was."""
+    """Pack a tied output layer again, because on a CPU `reload_weights` leaves vLLM's packed copy as it was.
+
+    Do nothing on a GPU, where no layer is packed.
+    """
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)

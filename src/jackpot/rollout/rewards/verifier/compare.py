@@ -151,10 +151,10 @@ def _name(text: str) -> str:
 
 def _in_base(text: str) -> tuple[int, int] | None:
     """Return value and base of a number such as `12_5` or `1F_{16}`; None for `x_2`, `19_8` and other texts."""
-    match = _BASE.fullmatch(text)
+    match = _BASE.fullmatch(text)  # groups: sign, digits, base
     try:
         return (int(match[1] + match[2], int(match[3])), int(match[3])) if match else None
-    except ValueError:
+    except ValueError:  # the base is not from 2 to 36, or lacks a digit
         return None
 
 
@@ -169,6 +169,7 @@ def _words(text: str) -> str | None:
     inside = _unwrapped(text)
     if letter := _LETTER.fullmatch(inside):
         return letter[1]
+    # Without `\text{...}` it must look like words, of three letters or in capitals; in it any letter suffices.
     is_words = _WORDS.fullmatch(inside) if inside == text else re.search("[A-Za-z]", inside)
     return inside if is_words and parse_structure(inside) is None else None
 

@@ -200,7 +200,7 @@ def _product(text: str, symbols: bool) -> str | None:
 
 
 def _known(word: str, symbols: bool) -> str | None:
-    """Return the unit that a word or symbol denotes, or None; `symbols` is as in `read_unit`.
+    """Return the unit that a word or symbol denotes, or None; with `symbols`, those of `_SI` are units too.
 
     The case of a single letter matters, unlike that of a word.
     """
