@@ -164,9 +164,8 @@ def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: 
         rows: indices of the chosen rows of each batch.
         pads: True where some model cannot read a batch without padding; then padding counts as tokens.
     """
-    # The largest number of tokens in one of `batches` is the budget of each new batch.
     samples = [_sample(batch, row) for batch, indices in zip(batches, rows, strict=True) for row in indices]
-    budget = max(_tokens(batch, pads) for batch in batches)
+    budget = max(_tokens(batch, pads) for batch in batches)  # most tokens in a new batch
     return micro_batches(samples, budget, seed=0, epoch=0, pads=pads) if samples else []
 
 

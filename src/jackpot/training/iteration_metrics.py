@@ -107,6 +107,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if _BY_RESPONSE in sums:
         values["obrs/acceptance_minus_z_stderr"] = _acceptance_error(sums)
     if "critic/error" in sums:
+        # The share of the variance of the returns that the critic's values explain
         error, returned = (Mean.named(sums, name).variance for name in ("critic/error", "critic/return"))
         values["critic/explained_variance"] = 1.0 - error / returned
     return {name: float(value) for name, value in values.items()}

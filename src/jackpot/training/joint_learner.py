@@ -135,6 +135,7 @@ class JointLearner(Learner):
             gathered=gathered,
         )
 
+        # The sums from which OBRS's kappa is computed, and the repair of a gradient with the kappa of an earlier step.
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
@@ -145,7 +146,7 @@ class JointLearner(Learner):
         )
 
         self._old_version = Version(policy=0, rollout_model=0)  # of the weights that gave the old log-probs
-        self._kept_weights: dict[Role, KeptWeights] = {}
+        self._kept_weights: dict[Role, KeptWeights] = {}  # by model, the copy that `keep_weights` made
         # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
             rollout_model_objective and rollout_model_objective.ppo_weight
@@ -259,7 +260,7 @@ class JointLearner(Learner):
         ]
 
         sums = all_reduce_sums(add_sums(*metrics, *(report.metrics for report in reports))) | totals
-        sampled_tokens = Mean.named(totals, "obrs/acceptance").count
+        sampled_tokens = Mean.named(totals, "obrs/acceptance").count  # this metric counts every sampled token
         step_metrics, events = self._optimizer.step(
             sums, sampled_tokens=sampled_tokens, steps_rollout_model=steps_rollout_model
         )

@@ -115,7 +115,7 @@ class JointOptimizer:
         metrics = to_host(sums | reading)
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
-        metrics |= split_numbers(metrics)
+        metrics |= split_numbers(metrics)  # which removes the sums of `GradientSplit`
 
         events = []
         for role in counts:

@@ -64,7 +64,7 @@ class Math(BatchScoredTask):
         self._template = Template(
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
-        self._problems: dict[Split, list[Problems]] = {}
+        self._problems: dict[Split, list[Problems]] = {}  # by split that was read, the problems of each source
         self._events: list[dict[str, Any]] = []  # events since the last `take_events`
 
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())

@@ -121,7 +121,8 @@ def keep_process_groups() -> Iterator[None]:
     from vllm.v1.engine import core
     from vllm.v1.worker import workspace
 
-    # The two functions that a vLLM engine calls at its end: instead it collects garbage, and does nothing.
+    # The two functions that a vLLM engine calls at its end: in the block the first only collects garbage, and the
+    # second does nothing.
     destroy_groups, forget_workspace = core.cleanup_dist_env_and_memory, workspace.reset_workspace_manager
     core.cleanup_dist_env_and_memory = gc.collect
     workspace.reset_workspace_manager = lambda: None

@@ -109,6 +109,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
+            # Read the words without the command `\text{...}` around them.
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
             return None if unit is None else (text[: match.start()], unit)
 
