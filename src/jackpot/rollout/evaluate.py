@@ -97,7 +97,7 @@ class Evaluation:
         metrics = {"reward": self.reward}
         if self.has_verdict:
             metrics |= {"accuracy": self.accuracy, "accuracy_stderr": self.accuracy_stderr}
-            metrics |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}
+            metrics |= {"pass_at_k": self.pass_at_k} if self.k > 1 else {}  # at 1 it is the accuracy
         else:
             metrics["reward_stderr"] = self.reward_stderr
         return metrics | {"tokens": self.mean_tokens, "truncated": self.truncated}

@@ -77,6 +77,7 @@ class GenerationBatch:
                 **dict(zip(columns, values, strict=True)),
             )
 
+        # Each score is a tuple: the uid of its rollout, then the values of the fields of `Score`, in their order.
         groups = []
         for has_equal_rewards, scores in state["groups"]:
             members = [
@@ -96,6 +97,7 @@ def _joined(rollouts: Sequence[Rollout], name: str) -> Tensor:
     """Join the column `name` of all rollouts along the tokens: [tokens of all rollouts, ...].
 
     Rollouts without tokens are left out, since their columns [0, K] may have another K, the number of top log-probs.
+    Where no rollout has tokens, the first rollout's empty column is returned.
     """
     columns = [getattr(rollout, name) for rollout in rollouts]
     return torch.cat([column for column in columns if len(column)] or columns[:1])

@@ -57,6 +57,7 @@ def generate_rollouts(
 def _single_turns(engine: Engine, pending: set[str]) -> Iterator[Rollout]:
     """Collect the rollouts of the requests with the uids `pending`, and yield each as it ends."""
     while pending:
+        # Wait for one rollout, and take all others that have ended by then.
         rollouts = _next_turns(engine, pending)
         rollouts += engine.collect(len(pending), timeout=0.0, uids=pending)
         pending -= {rollout.uid for rollout in rollouts}
@@ -98,11 +99,12 @@ class _Episode:
     """
 
     def __init__(self, engine: Engine, task: Task, tokenizer: PreTrainedTokenizerBase, request: Request) -> None:
+        """Begin an empty response to `request`, limited by its settings and by the engine's context."""
         self._task, self._tokenizer = task, tokenizer
         self._request = request
         context = engine.capabilities.max_model_len - len(request.prompt.token_ids)
         self._limit = min(request.sampling.max_new_tokens, context)  # largest length of the response, tokens
-        self._segments: list[Rollout] = []
+        self._segments: list[Rollout] = []  # turns and replies so far, one after the other
         self.finish: Finish | None = None  # why the response has ended, None while it goes on
 
     def next_turn(self) -> Request:
@@ -143,7 +145,7 @@ class _Episode:
             self._segments.append(_reply_segment(token_ids, turn))
 
     def rollout(self, finish: Finish) -> Rollout:
-        """Return all turns and replies as one rollout, the response to the request."""
+        """Return all turns and replies as one rollout, the response to the request; the sampler sets `sampled_by`."""
         columns = {name: self._column(name) for name in TOKEN_COLUMNS}
         return Rollout(uid=self._request.uid, prompt=self._request.prompt, finish=finish, sampled_by=None, **columns)
 

@@ -55,6 +55,7 @@ def standard_error(values: NDArray[np.float64]) -> float:
     if largest <= 0.0:
         mean = (float(values.sum()) + 1.0) / (problems + 2.0)
         return sqrt(mean * (1.0 - mean) / problems)
+    # The sum of squares around the mean, and its divisor, count the problems that are added.
     squares = float(((values - mean) ** 2).sum()) + _PSEUDO_PROBLEMS * largest
     return sqrt(squares / (problems - 1 + _PSEUDO_PROBLEMS) / problems)
 

@@ -83,7 +83,10 @@ class Sampler:
         event: Callable[[int, dict[str, Any]], None],
         check: Callable[[int, list[Rollout]], None] = lambda iteration, rollouts: None,
     ) -> None:
-        """Begin with no batch under way; `event` gets (iteration, event), `check` gets (iteration, rollouts)."""
+        """Begin with no batch under way; `event` gets (iteration, event), `check` gets (iteration, rollouts).
+
+        `costs` are those of a forward pass of each model, from which FLOPs are counted.
+        """
         self._config = config
         self._engines, self._costs = engines, costs
         self._task, self._tokenizer = task, tokenizer

@@ -67,6 +67,7 @@ class Critic:
     def __init__(
         self, model: PreTrainedModel, optimizer: ModelOptimizer, config: CriticConfig, micro_batch_tokens: int
     ) -> None:
+        """Keep the model without dropout; `micro_batch_tokens` is the most tokens that it reads in one pass."""
         self.model, self.optimizer = model.eval(), optimizer  # eval: no dropout
         self._config, self._micro_batch_tokens = config, micro_batch_tokens
 
@@ -77,7 +78,7 @@ class Critic:
     def batches(self, scored: Sequence[ScoredRollout]) -> list[TokenBatch]:
         """Cut a rollout batch into micro-batches for `values`; `compute_advantages` needs the values of all of them."""
         rollouts = [item.rollout for item in scored]
-        return plain_batches(rollouts, self._micro_batch_tokens, 0, not can_pack(self.model))
+        return plain_batches(rollouts, self._micro_batch_tokens, seed=0, pads=not can_pack(self.model))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout], values: Mapping[str, Tensor]) -> list[TrainingSample]:
         """Compute the advantage of every token by GAE, whitened over the batch as PPO does.

@@ -155,17 +155,17 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
 
 
 def regroup(batches: Sequence[TokenBatch], rows: Sequence[Sequence[int]], pads: bool = False) -> list[TokenBatch]:
-    """Gather chosen rows of several batches in as few batches as possible, none larger than the largest of `batches`.
+    """Gather chosen rows of several batches in new batches, none with more tokens than the largest of `batches`.
 
-    The new batches have other random numbers of OBRS (`uniforms`), neither values nor returns of a critic, and no row
-    that counts as the policy's own (`by_policy`).
+    The new batches have no values or returns of a critic. Their `uniforms` (random numbers of OBRS) are not those of
+    the rows, and `by_policy` is False in all rows. Without a chosen row no batch is returned.
 
     Args:
         rows: indices of the chosen rows of each batch.
-        pads: as in `micro_batches`.
+        pads: True where some model cannot read a batch without padding; then padding counts as tokens.
     """
     samples = [_sample(batch, row) for batch, indices in zip(batches, rows, strict=True) for row in indices]
-    budget = max(_tokens(batch, pads) for batch in batches)
+    budget = max(_tokens(batch, pads) for batch in batches)  # most tokens in a new batch
     return micro_batches(samples, budget, seed=0, epoch=0, pads=pads) if samples else []
 
 
@@ -178,7 +178,7 @@ def deal(batches: Sequence[TokenBatch], ranks: int) -> list[list[TokenBatch]]:
     Returns:
         The micro-batches of each rank.
     """
-    num_missing = -len(batches) % ranks
+    num_missing = -len(batches) % ranks  # up to the next multiple of `ranks`
     filled = [*batches, *(empty_like(batches[0]) for _ in range(num_missing))]
     return [filled[rank::ranks] for rank in range(ranks)]
 
@@ -247,7 +247,8 @@ def _sample(batch: TokenBatch, row: int) -> TrainingSample:
 def sampled_with(batch: TokenBatch, version: Version) -> Tensor:
     """Mark the tokens that were sampled by weights of `version`, [B, T] bool.
 
-    `version` has a number for each model; a token's is compared with that of the model that sampled it.
+    `version` has a number for each model, as has each token in `batch.versions` [B, T, 2]: the policy's comes first.
+    Compared are the numbers of the model that sampled the token; without `by_policy` the rollout model's.
     """
     by_rollout_model = batch.versions[..., 1] == version.rollout_model
     if batch.by_policy is None:

@@ -21,6 +21,7 @@ class Evaluator:
     """
 
     def __init__(self, components: RunComponents, folder: RunFolder, engine_checks: Mapping[Role, EngineCheck]) -> None:
+        """Begin without problems: those of a set are read when it is first evaluated."""
         self._components = components
         self._folder = folder
         self._engine_checks = engine_checks

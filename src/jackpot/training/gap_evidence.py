@@ -61,12 +61,16 @@ class GapEvidence:
     """
 
     def __init__(self) -> None:
+        """Begin without evidence; the bets of all ranges of depth have equal shares."""
         self._bets = Bets(torch.full((DEPTHS,), 1.0 / DEPTHS, dtype=torch.float64))
-        self._sums, self._counts = torch.zeros(2, DEPTHS, dtype=torch.float64)  # sum of x, and number of prompts
-        self._batches = 0
+        # By range of depth, over earlier batches, which count ever less: sum of x (see the class), number of prompts.
+        self._sums, self._counts = torch.zeros(2, DEPTHS, dtype=torch.float64)
+        self._batches = 0  # number of batches added so far
 
     def add(self, rollouts: Sequence[Rollout], gaps: Sequence[Tensor], always: float) -> float:
-        """Add the gaps of a batch to the evidence; return the evidence so far (`Bets.share`), at 1 of which a run ends.
+        """Add the gaps of a batch to the evidence that gaps have grown, and return the evidence so far (`Bets.share`).
+
+        A share of 1 ends the run. The first `LEARNT` batches only teach what gaps are usual.
 
         Args:
             rollouts: rollouts of the batch.
@@ -81,13 +85,13 @@ class GapEvidence:
         if not known.any():
             return self._bets.share
 
-        # Compute each range's limit of the mean gap from earlier batches, at least that of the shallower ranges. The
-        # first batches are not judged.
+        # Compute each range's limit of the mean gap from earlier batches, at least that of the shallower ranges.
         usual = torch.where(self._counts > 0.0, self._sums / self._counts, 0.0).cummax(0).values
         limits = (MAY_GROW * usual).clamp(min=always)
         self._batches += 1
         if self._batches > LEARNT:
-            # Each prompt multiplies the bet of a range by (1 + x / L) / 2: x its mean gap there, L the range's limit.
+            # The bet of a range wins if gaps grow: each prompt multiplies it by (1 + x / L) / 2, where x is the
+            # prompt's mean gap in the range and L the range's limit.
             log_factors = torch.where(known, (means / limits / 2.0 + 0.5).log(), 0.0)
             if self._bets.add(log_factors.sum(0)) >= 1.0:
                 raise EngineError(_error_text(int(self._bets.products.argmax()), means, usual, limits))

@@ -122,6 +122,7 @@ class EngineCheck:
 
         if version is not None and is_thorough and scored:
             self._thorough.add(version)
+            # Report a thorough check.
             event = {
                 "event": "engine_check",
                 "model": self._role,
@@ -149,8 +150,8 @@ class EngineCheck:
         is_comparable = config.sampling.lists_support or not config.sampling.truncated
         if trained and config.guard.check_engine and is_comparable:
             with stop_recorded(self._record, iteration):
-                # `allowed` is the mean gap over all depths of responses that the precisions explain. At single depths
-                # smaller gaps count as evidence too, but none below `always`.
+                # `allowed` is the largest mean gap over all depths of responses that the precisions explain. At single
+                # depths smaller gaps may count as evidence too, but none up to `always`.
                 allowed = max(LARGEST_GAPS[precision] for precision in self._precisions(engine))
                 always = allowed / ALWAYS_ALLOWED
                 self._gap_evidence.add(trained, [gaps[rollout.uid] for rollout in trained], always)
@@ -173,7 +174,7 @@ class EngineCheck:
         with stop_recorded(self._record, iteration):
             check_ids(scored, engine.capabilities.vocab_size)
             score = self._score(scored)
-            if not config.guard.check_engine:
+            if not config.guard.check_engine:  # the gap is measured and not judged
                 return engine_gap(scored, score(config.evaluation_sampling))
 
             check_lists(ReportedLists.of(scored))
@@ -240,12 +241,13 @@ class NonFiniteGuard:
     """
 
     def __init__(self, limit: int, record: RecordEvent, count: int = 0) -> None:
+        """Begin with `count` consecutive bad steps; the run stops at `limit`, and `record` gets the event."""
         self._limit = limit
         self._record = record
         self.count = count
 
     def check(self, results: Sequence[StepResult], iteration: int) -> None:
-        """Count the bad steps among the optimizer steps of an iteration.
+        """Update `count`, the number of consecutive bad steps up to now, by the optimizer steps of an iteration.
 
         Raises:
             TrainingError: the limit is reached. No bad step has changed the weights.
@@ -333,8 +335,9 @@ def engine_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> flo
 def list_gap(rollouts: Sequence[Rollout], scores: Mapping[str, Tensor]) -> float:
     """Return the mean total variation between the engine's top-k lists and training's probabilities of the listed ids.
 
-    It is 0 for empty lists. Arguments are as in `engine_gap`.
+    It is 0 for empty lists, and NaN without rollouts. Arguments are as in `engine_gap`.
     """
+    # The total variation at a token is half the sum of the differences in its list.
     gaps = [_differences(rollout, rollout.top_log_probs, scores[rollout.uid][:, 1:]) for rollout in rollouts]
     return float(torch.cat(gaps).sum(-1).mean() / 2.0) if gaps else math.nan
 
@@ -355,6 +358,7 @@ def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the first rollouts of a batch, as many as it takes to have CHECKED_TOKENS sampled tokens."""
+    # By rollout, the sampled tokens before it; the sum over all rollouts comes last and is not used.
     tokens_before = accumulate((int(rollout.sampled_mask.sum()) for rollout in rollouts), initial=0)
     return [rollout for rollout, tokens in zip(rollouts, tokens_before, strict=False) if tokens < CHECKED_TOKENS]
 

@@ -21,10 +21,12 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        """Begin without a signal; handlers are set on entry."""
+        self.requested = False  # True once a signal has asked for the end of the run
         self._before: dict[int, Any] = {}  # the handlers on entry, by signal number
 
     def __enter__(self) -> "StopSignal":
+        """Handle the signals until the block ends, in the main thread; leave SIGHUP alone if it was ignored before."""
         if threading.current_thread() is threading.main_thread():
             self._before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, *TERMINATIONS)}
             if self._before.get(HANGUP) is signal.SIG_IGN:
@@ -34,12 +36,14 @@ class StopSignal:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Set the handlers of before the block again."""
         self._restore()
 
     def _request(self, signum: int, frame: Any) -> None:
         """Handle the first signal: ask for the end of the run, and let the next signal end the process at once."""
         self.requested = True
         self._restore()
+        # A process that ignored Ctrl-C before the block would ignore the next one too: let it end the process.
         if self._before[signal.SIGINT] is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if signum == HANGUP:

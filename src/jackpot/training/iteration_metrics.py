@@ -107,6 +107,7 @@ def metric_values(sums: Sums) -> dict[str, float]:
     if _BY_RESPONSE in sums:
         values["obrs/acceptance_minus_z_stderr"] = _acceptance_error(sums)
     if "critic/error" in sums:
+        # The share of the variance of the returns that the critic's values explain
         error, returned = (Mean.named(sums, name).variance for name in ("critic/error", "critic/return"))
         values["critic/explained_variance"] = 1.0 - error / returned
     return {name: float(value) for name, value in values.items()}
@@ -142,6 +143,7 @@ def throughput(spent: Mapping[str, Seconds], rollout_tokens: float | None, overl
     """
     timings = {f"seconds/{phase}": seconds.wall for phase, seconds in spent.items()}
     timings |= {f"cpu_seconds/{phase}": seconds.processor for phase, seconds in spent.items()}
+    # Seconds of generation and training together
     busy = timings.get("seconds/rollout", 0.0) + timings.get("seconds/train", 0.0)
     if rollout_tokens and busy:
         timings["speed/tokens_per_second"] = rollout_tokens / busy

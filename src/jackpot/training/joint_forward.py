@@ -70,6 +70,7 @@ class JointForward:
         """Make the head that reads both models or, where one model has both roles, the policy alone.
 
         `distill` is None where the rollout model is not trained; `version` returns that of the current weights.
+        `reference` is the model of the KL term, `gathered` the holder of sharded models; None: there is none.
         """
         self._models = models
         self._objective = objective
@@ -96,7 +97,7 @@ class JointForward:
         return self.scores(batch, self.outputs(batch, old), old)
 
     def send(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
-        """Copy a micro-batch to the device, after a check that Z can be computed exactly for it, if this is due.
+        """Copy a micro-batch to the device; where the objective needs an exact Z, check first that Z can be exact.
 
         Z is the expected acceptance of a token. The check is made on the CPU, so that nothing waits for the device.
 
@@ -121,7 +122,7 @@ class JointForward:
         return self.run(lambda: self._outputs(batch, old, is_trained))
 
     def scores(self, batch: TokenBatch, outputs: ModelOutputs, old: OldLogProbs | None) -> TokenScores:
-        """Return the outputs of the models as columns of the micro-batch, [B, T]."""
+        """Return the outputs of the models as columns of the micro-batch, [B, T]; with a budget, its Z and lam."""
         objective = self._objective
         scores = token_scores(
             outputs.head,
@@ -138,8 +139,8 @@ class JointForward:
 
         # Replace Z, the expected acceptance of each token, and lam by those that the budget has chosen.
         z, lam = (batch.spread(column.to(scores.log_probs.dtype)) for column in outputs.budgeted)
-        # Z is the sum of min(p_inf, p_target / lam). At tokens that the policy sampled itself, p_inf and p_target are
-        # one distribution, so Z is min(1, 1 / lam), which is the budget at lam = 1 / budget.
+        # Z is the sum of min(p_inf, p_target / lam) over the vocabulary, p_inf being the engine's distribution. Where
+        # the policy sampled, p_inf is p_target, so Z is min(1, 1 / lam), which is the budget at lam = 1 / budget.
         if batch.by_policy is not None:
             is_own = batch.by_policy[:, None] & batch.response_mask
             z, lam = torch.where(is_own, objective.budget, z), torch.where(is_own, 1.0 / objective.budget, lam)
@@ -181,7 +182,8 @@ class JointForward:
     def run(self, work: Callable[[], _Result]) -> _Result:
         """Call `work`, part of a forward pass, with autocast as the options say, and with sharded weights gathered.
 
-        Autocast keeps no copies of sharded weights, because they would stay in memory after the gathered weights.
+        Autocast keeps no cast copies of sharded weights, because these copies would stay in memory when the gathered
+        weights are freed.
         """
         keeps_copies = torch.is_autocast_cache_enabled() and self._gathered is None
         autocast = (

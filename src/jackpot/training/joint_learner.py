@@ -135,6 +135,7 @@ class JointLearner(Learner):
             gathered=gathered,
         )
 
+        # The sums from which OBRS's kappa is computed, and the repair of a gradient with the kappa of an earlier step.
         self._totals = StepTotals(objective)
         self._repair = KappaRepair(
             objective,
@@ -145,7 +146,7 @@ class JointLearner(Learner):
         )
 
         self._old_version = Version(policy=0, rollout_model=0)  # of the weights that gave the old log-probs
-        self._kept_weights: dict[Role, KeptWeights] = {}
+        self._kept_weights: dict[Role, KeptWeights] = {}  # by model, the copy that `keep_weights` made
         # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
             rollout_model_objective and rollout_model_objective.ppo_weight
@@ -153,15 +154,18 @@ class JointLearner(Learner):
 
     @property
     def version(self) -> Version:
+        """Return the number of optimizer steps of each model; without a rollout model the policy's stands for both."""
         return self._optimizer.version(self._forward.is_separate)
 
     @property
     def pads(self) -> bool:
+        """Return whether some model, critic and reference included, cannot read a micro-batch without padding."""
         models = [*self.models.values()]
         models += [holder.model for holder in (self.critic, self._forward.reference) if holder]
         return not all(map(can_pack, models))
 
     def compute_advantages(self, scored: Sequence[ScoredRollout]) -> list[TrainingSample]:
+        """Compute the advantage of every token: by the critic or, without one, from the rewards alone."""
         if self.critic:
             return self.critic.compute_advantages(scored, self.values(self.critic.batches(scored)))
         return response_advantages(self._options.advantage, scored, self._options.within_model, self._options.beta)
@@ -174,7 +178,10 @@ class JointLearner(Learner):
     def train(
         self, mini_batches: Sequence[Sequence[TokenBatch]], trace: bool, with_rollout_model: bool = True
     ) -> TrainResult:
-        """Take all optimizer steps on one rollout batch; `mini_batches` has the micro-batches of each step."""
+        """Take all optimizer steps on one rollout batch; `mini_batches` has the micro-batches of each step.
+
+        `trace` is as in `update`. Without `with_rollout_model` the policy runs and trains alone.
+        """
         # Whether the rollout model runs and trains on this rollout batch, beside the policy.
         self._forward.runs_both = self._forward.is_separate and with_rollout_model
         steps = self.compute_old_log_probs(mini_batches)
@@ -197,7 +204,7 @@ class JointLearner(Learner):
         They cost a forward pass without gradient over the rollout batch. The pass is left out, and `old` is None, for a
         single optimizer step, whose training pass gives the log-probs, and for steps that only distil.
         """
-        self._old_version = self.version
+        self._old_version = self.version  # of the weights that give the old log-probs
         if len(mini_batches) == 1 or self._only_distils:
             return [[MicroBatch(tokens=batch, old=None) for batch in mini_batch] for mini_batch in mini_batches]
 
@@ -245,7 +252,7 @@ class JointLearner(Learner):
             metrics.append(repair_metrics)
 
         # Report each micro-batch's correction with the totals by which its weights are scaled: those of this step, or
-        # no totals where the correction's `kappa` is "none".
+        # the empty ones (`known.totals`) of a correction whose `kappa` is "none".
         used_totals = totals if known.totals is None or known.are_provisional else known.totals
         reports = [
             policy_report(self._objective, micro.terms, micro.correction, used_totals, self._options.max_length)
@@ -253,7 +260,7 @@ class JointLearner(Learner):
         ]
 
         sums = all_reduce_sums(add_sums(*metrics, *(report.metrics for report in reports))) | totals
-        sampled_tokens = Mean.named(totals, "obrs/acceptance").count
+        sampled_tokens = Mean.named(totals, "obrs/acceptance").count  # this metric counts every sampled token
         step_metrics, events = self._optimizer.step(
             sums, sampled_tokens=sampled_tokens, steps_rollout_model=steps_rollout_model
         )
@@ -276,16 +283,18 @@ class JointLearner(Learner):
         Args:
             on_host: tokens of the micro-batch, on the CPU.
             micro: the micro-batch, on the device.
-            known: totals of the step; where its `totals` are None, this micro-batch gives them, summed over the ranks.
+            known: totals of the step, or of an earlier one where they are provisional; where its `totals` are None,
+                this micro-batch gives them, summed over the ranks.
             trace: whether to return per-token columns, and how the rollout model's gradient splits.
         """
         batch = micro.tokens
         outputs = self._forward.outputs(batch, micro.old, is_trained=True)
-        norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None  # for `KappaRepair`
+        # Records the gradient's norm at each hidden state, by which `KappaRepair` adapts to the step's own totals.
+        norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None
 
         scores = self._forward.scores(batch, outputs, micro.old)
-        old = micro.old or OldLogProbs.of(scores)  # without old ones (a first update, only distilling)
-        # `measured` is this micro-batch's part of the totals.
+        old = micro.old or OldLogProbs.of(scores)  # none: a single step, or only distilling
+        # `inputs` is what the policy's correction reads, `measured` this micro-batch's part of the totals.
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         # If no totals are known, this is the only micro-batch of the rank: sums over the ranks are the step's totals.
         totals = all_reduce_sums(measured) if known.totals is None else known.totals
@@ -318,6 +327,7 @@ class JointLearner(Learner):
         )
 
     def keep_weights(self, role: Role) -> None:
+        """Copy a model's weights to the host's memory, for `score`; the copy replaces an earlier copy."""
         if role not in self._kept_weights:
             self._kept_weights[role] = KeptWeights(self.models[role].parameters())
         self._kept_weights[role].keep()
@@ -325,10 +335,15 @@ class JointLearner(Learner):
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
+        """Compute the log-probs of tokens and `top_ids` under `sampling`, [T, 1 + K] by rollout uid, on the CPU.
+
+        With `from_copy` the weights are those of the last `keep_weights`, not the current ones.
+        """
         with self._kept_weights[role].in_place() if from_copy else nullcontext():
             return self._forward.column(batches, partial(list_log_probs, self.models[role], sampling=sampling))
 
     def weights(self, role: Role, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
+        """Yield a model's weights by name, adapters merged and shards gathered; `dtype`: what they will be cast to."""
         merged = merged_weights(self.models[role], dtype)
         return self._gathered.keep(merged) if self._gathered else merged
 
@@ -361,6 +376,7 @@ class JointLearner(Learner):
             yield partial(write_part, part.path(folder / _MOMENTS, role), tensors)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a learner needs to continue beside the files of `save`; None for what this learner lacks."""
         objective, reference = self._rollout_objective, self._forward.reference
         return self._optimizer.state_dict() | {
             "reference": reference.digest if reference else None,
@@ -410,7 +426,7 @@ class JointLearner(Learner):
         return {"rollout_model/distill_weight": Mean.number(objective.distill_weight)}
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
-        """Run the critic forward and backward over a micro-batch, and return the metrics of its loss."""
+        """Run the critic, if any, forward and backward over a micro-batch; return its loss's metrics, else none."""
         critic = self.critic
         if critic is None:
             return {}

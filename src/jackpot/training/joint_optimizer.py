@@ -54,7 +54,8 @@ class JointOptimizer:
     ) -> None:
         """Keep the optimizers; unless `rollout_model_each_step`, the rollout model's gradients are added up over steps.
 
-        `regularized`: the policy has a gradient even if all advantages are 0. `ess_scaling`: key of `EFFECTIVE_SHARES`.
+        `regularized`: the policy has a gradient even if all advantages are 0. `ess_scaling`: key of `EFFECTIVE_SHARES`,
+        by whose effective sample size the policy's learning rate is scaled; None: it is not scaled.
         """
         self._optimizers: dict[Role, ModelOptimizer] = dict(optimizers)
         self._regularized = regularized
@@ -104,6 +105,7 @@ class JointOptimizer:
                 counts["rollout_model"] = self._accumulator.pop()
                 norms["rollout_model"] = self._prepare("rollout_model", counts["rollout_model"])
 
+        # What the CPU reads besides `sums`, to decide which models step.
         reading: Sums = {
             **{f"{role}/grad_norm": Mean.number(gradient_norm) for role, gradient_norm in norms.items()},
             **{f"{role}/denominator": Sum.number(count) for role, count in counts.items()},
@@ -113,7 +115,7 @@ class JointOptimizer:
         metrics = to_host(sums | reading)
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
-        metrics |= split_numbers(metrics)
+        metrics |= split_numbers(metrics)  # which removes the sums of `GradientSplit`
 
         events = []
         for role in counts:
@@ -181,9 +183,10 @@ class GradientAccumulator:
     """The sum of the rollout model's gradient over several optimizer steps, for `rollout_model.update: iteration`."""
 
     def __init__(self, optimizer: ModelOptimizer) -> None:
+        """Begin with an empty sum for the parameters of `optimizer`."""
         self._parameters = optimizer.parameters
         self._sums: list[Tensor] = []  # sum of the gradients of each parameter; empty before the first step
-        self._count = torch.zeros((), dtype=torch.float64)
+        self._count = torch.zeros((), dtype=torch.float64)  # denominator of the sum
 
     def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
         """Move the gradient of one optimizer step from the parameters into the sum, and add up its denominator.
@@ -244,6 +247,7 @@ class GradientSplit:
     """
 
     def __init__(self, ppo: Tensor, hidden: Tensor) -> None:
+        """Compute the PPO part now, and have the backward pass through `hidden` measure both parts."""
         (self._ppo,) = torch.autograd.grad(ppo, hidden, retain_graph=True)
         self.sums: Sums = {}  # sums over tokens for `split_numbers`, set by the backward pass
         hidden.register_hook(self._measure)
@@ -274,7 +278,7 @@ def split_numbers(sums: Sums) -> Sums:
         return {}
     # Sums over the hidden states: squares of the PPO part, squares of the distillation part, and products of both.
     ppo, distill, product = (float(sums.pop(f"{_SPLIT}/{name}").value) for name in ("ppo", "distill", "product"))
-    count = float(Mean.named(sums, "rollout_model/loss").count) or 1.0
+    count = float(Mean.named(sums, "rollout_model/loss").count) or 1.0  # without tokens all sums are 0: divide by 1
     norms = math.sqrt(ppo) * math.sqrt(distill)
     values = {
         "rollout_model/ppo_grad_norm": math.sqrt(ppo) / count,

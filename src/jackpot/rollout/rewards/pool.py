@@ -89,7 +89,7 @@ class RewardWorkerPool:
         self._executor: ThreadPoolExecutor | None = None  # None until a worker has imported the function
         self._workers: set[_Worker] = set()  # workers whose process runs
         self._idle: list[_Worker] = []  # workers that have no job
-        self._lock = RLock()
+        self._lock = RLock()  # held while a process is started, and while all are ended
         # Ends the processes: when `close` calls it, or once nothing refers to the pool.
         self._close = weakref.finalize(self, _stop, self._workers, self._lock)
 

@@ -58,7 +58,10 @@ class RewardFn:
         timeout: float,
         verdict: VerdictConfig | None = None,
     ) -> None:
-        """Start a worker for each reward function of the user, and wait until it has imported the function."""
+        """Start a worker for each reward function of the user, the verdict's too, and wait until all are imported.
+
+        The arguments, and the ConfigError for a reward that cannot be used, are as in `RewardFn`.
+        """
         if find_spec("math_verify") is None:
             raise ConfigError(f"math-verify is not installed, which verifies answers: {install('train')}")
 
@@ -116,8 +119,8 @@ class RewardFn:
         """
         # Compare without algebra first, where None means that only algebra, in a worker, can decide. In a pair without
         # an answer the two are not equal; where no comparison is needed, every response has one such pair.
-        names = self._used(verdict)
-        pairs_of_each = [_pairs(response) if "correct" in names else [("", "")] for response in responses]
+        needed = self._needed_names(verdict)  # names of the rewards that the scores need
+        pairs_of_each = [_pairs(response) if "correct" in needed else [("", "")] for response in responses]
         pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))
         equal = {pair: compare_without_algebra(*pair) if pair[0] else False for pair in pairs}
         undecided_pairs = [pair for pair, is_equal in equal.items() if is_equal is None]
@@ -126,7 +129,7 @@ class RewardFn:
         wait_for_verifier = self._verifier.submit(comparisons, limit)
         items = [_arguments(response) for response in responses]
         # By name of a reward function that is needed, the function that waits for its results.
-        waits = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in names}
+        waits = {name: pool.submit(items, limit) for name, pool in self._functions.items() if name in needed}
 
         def wait() -> list[Score]:
             """Wait for the verifier and the reward functions, and return the scores."""
@@ -141,7 +144,8 @@ class RewardFn:
 
             scores = []
             for index, response in enumerate(responses):
-                best = _any([verified[pair] for pair in pairs_of_each[index]])
+                # Of several references the one that was right counts, or else one whose comparison failed.
+                best = _best_of([verified[pair] for pair in pairs_of_each[index]])
                 of_functions = {name: results[index] for name, results in returned.items()}
                 scores.append(self._score(response, best, of_functions, verdict))
             return scores
@@ -153,7 +157,7 @@ class RewardFn:
         for pool in (self._verifier, *self._functions.values()):
             pool.close()
 
-    def _used(self, verdict: VerdictConfig | None) -> set[str]:
+    def _needed_names(self, verdict: VerdictConfig | None) -> set[str]:
         """Return the names of all rewards that a score with this verdict needs."""
         return {reward.name for reward in self._rewards} | ({verdict.name} if verdict else set())
 
@@ -169,10 +173,10 @@ class RewardFn:
         Of several errors the score keeps the first, the verifier's before those of functions.
 
         Args:
-            verified: the verifier's result.
+            verified: the verifier's result; its value is 1 for a right answer.
             returned: by name, the result of each reward function.
         """
-        is_right, needed = verified.value == 1.0, self._used(verdict)  # `needed`: names of the rewards of this score
+        is_right, needed = verified.value == 1.0, self._needed_names(verdict)  # `needed`: reward names
         values = {name: reward(response, is_right) for name, reward in BUILT_IN.items() if name in needed}
         values |= {name: result.value for name, result in returned.items()}
         values[REWARD] = sum(reward.weight * values[reward.name] for reward in self._rewards)
@@ -234,7 +238,7 @@ def _pairs(response: DecodedResponse) -> list[tuple[str, str]]:
     return [(answer, reference) for reference in (response.prompt.answer, *response.prompt.other_answers)]
 
 
-def _any(results: Sequence[RewardResult]) -> RewardResult:
+def _best_of(results: Sequence[RewardResult]) -> RewardResult:
     """Combine the results of several references: a right one, else the first with an error, else a wrong one."""
     return max(results, key=lambda result: (result.value == 1.0, result.error is not None))
 

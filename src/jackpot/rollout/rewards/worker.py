@@ -132,6 +132,7 @@ class _Caller:
     """
 
     def __init__(self, name: str, function: Function, timeout: float, send: Send) -> None:
+        """Begin without a job; `name` is the function's, `timeout` limits an awaited call, `send` sends a message."""
         self._name, self._function = name, function
         self._timeout, self._send = timeout, send
         self._takes_batches = takes_batches(function)
@@ -147,7 +148,7 @@ class _Caller:
             await asyncio.gather(*(self._call(item, [index]) for index, item in enumerate(items)))
 
     async def _call(self, arguments: Mapping[str, Any], indices: Sequence[int]) -> None:
-        """Call the function once, and send the results of the job's items at these `indices`."""
+        """Call the function once, and send the results of the job's items at these `indices`: an error if it fails."""
         try:
             returned = self._function(**arguments)
             # Here the time of one awaited call is limited; the pool limits the time of a whole job of any function.

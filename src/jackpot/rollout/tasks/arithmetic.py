@@ -30,6 +30,7 @@ class Arithmetic(Task):
     test_share = 0.1  # share of problems in the test split
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ArithmeticConfig) -> None:
+        """Keep the tokenizer, and the settings of how many numbers are added and how large they are."""
         self._tokenizer = tokenizer
         self._settings = settings
 
@@ -85,6 +86,7 @@ class ToolArithmetic(Arithmetic):
     """The task `Arithmetic` with a calculator: a token that ends with `=` ends a turn and is answered by the sum."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: ToolArithmeticConfig) -> None:
+        """Find the tokens whose text ends with `=`: these end a turn."""
         super().__init__(tokenizer, settings)
         ids = sorted(tokenizer.get_vocab().values())
         texts = tokenizer.batch_decode([[token_id] for token_id in ids])
@@ -110,6 +112,7 @@ class Sums(Arithmetic):
     test_share = 1 / 3
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SumsConfig) -> None:
+        """Take the question from the settings, and the chat template from the tokenizer."""
         super().__init__(tokenizer, settings)
         self._question = settings.question
         self._template = Template("chat", tokenizer, instruction="", system_prompt=None)
@@ -122,5 +125,6 @@ class Sums(Arithmetic):
 
     def score(self, prompt: Prompt, response: str, finished: bool) -> Score:
         """Return reward 1 if the last number of the response is the sum, else 0, also for a response that was cut."""
+        # Compare lists of the last number alone, which are empty where there is none.
         correct = _NUMBER.findall(response.replace(",", ""))[-1:] == [prompt.answer]
         return Score(reward=float(correct), correct=correct)

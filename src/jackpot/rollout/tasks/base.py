@@ -197,6 +197,7 @@ class PromptStream:
         # The weights of the sources lie side by side on a line, and a hash chooses a point on the line: the source
         # whose weight covers this point is drawn.
         point = fold_in(self._key, sum(self._drawn)) / 2**64 * self._ends[-1]
+        # Rounding may move the point to the end of the line, beyond the last source: `min` takes this source.
         source_index = min(bisect_right(self._ends, point), len(self._ends) - 1)
         self._drawn[source_index] += 1
         return source_index, self._drawn[source_index] - 1

@@ -66,8 +66,8 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
 
     Raises:
         DataError: the source is neither a benchmark (the message lists all benchmarks), nor data of the hub, nor the
-            path of files with rows; a benchmark or a folder lacks the split; settings of files name a subset; or
-            JACKPOT_DATA names no folder.
+            path of files with rows; a benchmark or a folder lacks the split; the source is local files, and
+            `settings` name a subset, which only data of the hub have; or JACKPOT_DATA names no folder.
     """
     name = settings.source
     if name in BENCHMARKS:

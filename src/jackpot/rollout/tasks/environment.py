@@ -52,6 +52,7 @@ class EnvironmentTask(BatchScoredTask):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: EnvironmentConfig) -> None:
+        """Import the function or class that makes an environment, and find the tokens that end an action."""
         self._settings = settings
         self._make = import_object(settings.import_path, "environment")
         self._template = Template(settings.template, tokenizer, instruction="", system_prompt=None)
@@ -63,7 +64,7 @@ class EnvironmentTask(BatchScoredTask):
     def prompt(self, split: Split, index: int) -> Prompt:
         """Return the first observation of an episode as a prompt; the episode's seed is hashed from split and index."""
         uid = f"environment/{split}/{index}"
-        return self._template.prompt(uid, self._play(uid, ()).observation, [""])
+        return self._template.prompt(uid, self._play(uid, ()).observation, [""])  # no reference answer
 
     def reply(self, response: DecodedResponse) -> str | None:
         """Return the observation after the last turn, or None at the end of the episode."""

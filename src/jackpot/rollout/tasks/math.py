@@ -64,11 +64,11 @@ class Math(BatchScoredTask):
         self._template = Template(
             settings.template, tokenizer, instruction=settings.instruction, system_prompt=settings.system_prompt
         )
-        self._problems: dict[Split, list[Problems]] = {}
+        self._problems: dict[Split, list[Problems]] = {}  # by split that was read, the problems of each source
         self._events: list[dict[str, Any]] = []  # events since the last `take_events`
 
         names = {reward.name for reward in settings.rewards} | ({settings.verdict.name} if settings.verdict else set())
-        # Import reward functions of the user now, so that a run with a wrong name ends at once.
+        # Access `reward_fn` to import reward functions of the user now, so that a run with a wrong name ends at once.
         if names - {REWARD, *BUILT_IN}:
             _ = self.reward_fn
 
@@ -125,7 +125,7 @@ class Math(BatchScoredTask):
 
     def close(self) -> None:
         """End the reward workers, unless `reward_fn` is shared."""
-        if self._shared_reward_fn is None and "reward_fn" in self.__dict__:
+        if self._shared_reward_fn is None and "reward_fn" in self.__dict__:  # an access has made it
             self.reward_fn.close()
 
     @cached_property
@@ -175,6 +175,7 @@ def make_benchmark(
     fields = settings.model_dump(include=set(QuestionConfig.model_fields))
     # The verdict named `correct`, which is built in, is given by the verifier.
     fields["verdict"] = settings.verdict or (VerdictConfig(name="correct") if data.source in BENCHMARKS else None)
+    # `MathConfig` requires `train`, which is not read here.
     return Math(tokenizer, MathConfig(train=data, test=data, **fields), reward_fn, splits=("test",))
 
 

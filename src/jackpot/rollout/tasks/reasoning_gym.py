@@ -99,7 +99,7 @@ class ReasoningGym(BatchScoredTask):
 
     def _item(self, response: DecodedResponse) -> dict[str, Any]:
         """Return the keyword arguments with which a worker calls `gym_scorer.score_answer` for a response."""
-        _, source_index, entry = response.prompt.uid.partition("@")[0].rsplit("/", 2)  # as `_prompt` makes the uid
+        _, source_index, entry = response.prompt.uid.partition("@")[0].rsplit("/", 2)  # NAME/SOURCE/ENTRY@INDEX
         data = self._settings.dataset[int(source_index)]
         # Find the last match, or None where nothing matches. The answer is the last group of the match, or the whole
         # match without groups, or the whole response without a match.

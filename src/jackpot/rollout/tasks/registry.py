@@ -55,7 +55,7 @@ def check_sets(benchmarks: Sequence[str]) -> None:
     for benchmark in (name for name in benchmarks if name not in SETS):
         if not is_address(benchmark):
             raise DataError(f"{unknown_name('benchmark', benchmark, SETS)}; or give the path of a file with problems")
-        find_source(DataConfig(source=benchmark), "test")
+        find_source(DataConfig(source=benchmark), "test")  # raises DataError where there is none
 
     if twice := repeated([*map(set_name, benchmarks)]):
         raise DataError(

@@ -56,7 +56,7 @@ class _OpenFile:
     def lines(self) -> Iterator[str]:
         """Yield every line as text; count it when the next one is asked for."""
         while line := self._bounded(self.content.readline, LONGEST_LINE):
-            yield str(line, "utf-8-sig")
+            yield str(line, "utf-8-sig")  # without a byte order mark
             self.count += 1
 
     def whole(self) -> str:
@@ -88,6 +88,7 @@ def _csv(file: _OpenFile) -> Iterator[Any]:
     """Yield the rows of a CSV file, whose first line names the columns."""
     rows = csv.reader(file.lines(), strict=True)
     header = next(rows, [])
+    # Skip empty lines; refuse a row of another length than the header, and a header that names a column twice.
     for row in filter(None, rows):
         if not len(row) == len(header) == len(set(header)):
             raise ValueError(f"{len(row)} values for the columns {', '.join(header):.200}")
@@ -303,16 +304,19 @@ def make_reader(
     answer_column = choose_column("answer", [columns.answer] if columns.answer else list(benchmark.answer))
     option_columns = [choose_column("options", [name]) for name in columns.options]
 
+    # Take the column of ids from the settings, or else from the benchmark if its data has one; else number the rows.
     present = [name for name in benchmark.uid if any(name in record.values for record in first)]
     uid_columns = [columns.uid] if columns.uid else present
     uid_column = choose_column("uid", uid_columns) if uid_columns and columns.uid != ROW_NUMBER else None
 
     # The form of the answers is that of the settings, or else that which the benchmark gives for the answer's column.
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
-    # Finds the answer in a text of that column, or returns None. `ANSWERS` lacks the form `regex` alone.
+    # Finds the answer in a text of that column, or returns None. Only `name: regex` is not in `ANSWERS`, and then
+    # `form.regex` is given; the empty pattern, which is never searched, stands for the None of its type.
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
-    def read_row(index: int, record: Record) -> DataRow:  # of any record, by the columns that are chosen now
+    def read_row(index: int, record: Record) -> DataRow:
+        """Read a record by the columns chosen above; `index`, its place in the data, makes a uid where it has none."""
         values, uid = record.values, str(index)
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))
@@ -324,8 +328,9 @@ def make_reader(
             if option_columns:
                 options_text, choose = _choice(values, option_columns)
                 problem = append(problem, options_text)
-                are_integers = [isinstance(value, int) for value in entries]
-                answers = [answer and choose(answer, flag) for answer, flag in zip(answers, are_integers, strict=True)]
+                # Each answer becomes the option that it names; an integer may be the index of an option.
+                are_ints = [isinstance(value, int) for value in entries]
+                answers = [answer and choose(answer, is_int) for answer, is_int in zip(answers, are_ints, strict=True)]
 
             # A column of ids that the settings name has an id in every row; in a benchmark's column ids may be missing.
             if uid_column is not None:
@@ -478,6 +483,7 @@ def _choice(values: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, Cal
 
 def _unlabelled(options: Sequence[str]) -> list[str]:
     """Return the options without their letters, where the data writes a letter before every option: `A) 21` is `21`."""
+    # Match each option with its own letter; letters that are left over have no option.
     matches = [
         re.fullmatch(rf"\(?{letter}[).:]\s*(.+)", option, re.DOTALL)
         for letter, option in zip(ascii_uppercase, options, strict=False)
@@ -512,6 +518,7 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
     Return None where nothing matches, or where the result is empty.
     """
+    # `last` is None where nothing matches. Group 0, which a pattern without groups has, is the whole match.
     *_, last = [None, *pattern.finditer(text)]
     return last and ((last[min(1, pattern.groups)] or "").strip() or None)
 

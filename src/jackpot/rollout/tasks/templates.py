@@ -50,7 +50,10 @@ class Template:
         self.text("1+1")  # refuses a chat template that is missing or has no system prompt
 
     def text(self, problem: Problem) -> str:
-        """Return the prompt of a problem as text."""
+        """Return the prompt of a problem as text: with the instruction at its end, and the settings' system prompt.
+
+        A system prompt of the settings replaces that of a problem given as chat messages.
+        """
         question = append(problem, f"\n{self._instruction}") if self._instruction else problem
         messages = [Message("user", question)] if isinstance(question, str) else list(question)
         if self._system_prompt is not None:
@@ -98,6 +101,7 @@ class Template:
         """Return the special token that the chat template puts after a turn of the model, or an empty text."""
         following = self._after_turn("1+1").lstrip()
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        # The longest, since one special token may begin with another.
         return max(filter(following.startswith, special), key=len, default="")
 
     def _after_turn(self, text: str) -> str:

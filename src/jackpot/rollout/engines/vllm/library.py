@@ -121,7 +121,8 @@ def keep_process_groups() -> Iterator[None]:
     from vllm.v1.engine import core
     from vllm.v1.worker import workspace
 
-    # The two functions that a vLLM engine calls at its end.
+    # The two functions that a vLLM engine calls at its end: in the block the first only collects garbage, and the
+    # second does nothing.
     destroy_groups, forget_workspace = core.cleanup_dist_env_and_memory, workspace.reset_workspace_manager
     core.cleanup_dist_env_and_memory = gc.collect
     workspace.reset_workspace_manager = lambda: None
@@ -168,7 +169,10 @@ def reload_draft(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def pack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied output layer again, because on a CPU `reload_weights` leaves vLLM's packed copy as it was."""
+    """Pack a tied output layer again, because on a CPU `reload_weights` leaves vLLM's packed copy as it was.
+
+    Do nothing on a GPU, where no layer is packed.
+    """
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
@@ -201,6 +205,7 @@ def keep_scales(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         kernel: Any = getattr(getattr(layer, "scheme", None), "kernel", None)
+        # Have a kernel of oneDNN also keep the scales whenever `reload_weights` lets it process new weights.
         if hasattr(kernel, "dnnl_handler"):
             kernel.process_weights_after_loading = partial(_pack_and_keep, kernel)
 

@@ -22,10 +22,12 @@ class VLLMReplica(Replica):
     def __init__(
         self, url: str, client: VLLMClient, expected: ExpectedModel, version_prefix: str, capacity: int
     ) -> None:
-        """Describe a server, as `Replica` does.
+        """Describe a server, as `Replica` does; nothing is sent yet.
 
         Args:
             expected: model that the server has to serve.
+            version_prefix: prefix of the names of all weights of this engine.
+            capacity: number of requests that run at the same time.
         """
         super().__init__(url, client, version_prefix, capacity)
         self._expected = expected
@@ -68,4 +70,5 @@ class VLLMReplica(Replica):
         await client.resume()
 
     async def _ask(self, request: PeerRequest) -> Any:
+        """Have the server complete a request, and return what the request's `parse` makes of the answer."""
         return await self._client.complete({**request.message, "model": self._model_name}, request.parse)

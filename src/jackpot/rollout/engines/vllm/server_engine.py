@@ -25,7 +25,10 @@ class VLLMServerEngine(ServerEngine):
     _settings: VLLMServerEngineConfig
 
     def _expect(self, model: PreTrainedModel, parameters: frozenset[str]) -> Format:
-        """Store what servers of this model must report; return the format in which the servers get weights."""
+        """Store what servers of this model must report; return the format in which the servers get weights.
+
+        `parameters` are the names of the model's parameters, tied ones under each of their names.
+        """
         settings = self._settings
         weight_format = WeightFormat.of_model(model, settings.quantization)
         self._expected = ExpectedModel(
@@ -43,6 +46,7 @@ class VLLMServerEngine(ServerEngine):
         return VLLMReplica(url, client, self._expected, version_prefix=self._id, capacity=self._settings.max_num_seqs)
 
     def _check(self, request: Request) -> None:
+        """Raise EngineError for a request that is refused, such as one for more top log-probs than a server returns."""
         num_top, limit = request.sampling.num_top_log_probs, self.capabilities.num_top_log_probs
         if limit < min(num_top, self.capabilities.vocab_size):
             raise EngineError(

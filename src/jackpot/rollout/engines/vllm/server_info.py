@@ -72,6 +72,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         speculative=vllm_config.get("speculative_config") is not None,
         quantization=model["quantization"],
         cache_dtype=cache_dtype,
+        # Quantized are the weights, or the keys and values in the cache.
         quantized=model["quantization"] is not None or cache_dtype not in ("auto", *_DTYPE_NAMES.values()),
         logprobs_mode=str(model["logprobs_mode"]),
         num_top_log_probs=sizes["vocab_size"] if max_log_probs < 0 else min(max_log_probs, sizes["vocab_size"]),

@@ -70,6 +70,8 @@ class WeightFormat(Format):
 
         unquantized = conversion.kept  # the reason why each weight stays as it is, by the weight's name
         config = None
+        # With these (int8_w8a8, fp8) vLLM computes with codes, and its config must say in which layers; int8_w8a16,
+        # which has no entry in `_CONFIGS`, is sent as plain weights.
         if quantization in _CONFIGS:
             not_linear = [name for name, reason in unquantized.items() if reason == "not of a linear layer"]
             if not_linear:

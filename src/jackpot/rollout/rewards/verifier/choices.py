@@ -41,6 +41,7 @@ def choice(letter: str, option: str = "") -> str:
 
     The text is left out if it would make the reference too long to be compared.
     """
+    # In dollar signs a text that would continue a formula counts as an option. 4 characters are the letter's: `(B) `.
     text = " ".join(option.split())
     text = f"${text}$" if _NO_OPTION.match(text) else text
     return f"({letter.upper()}) {text}" if 0 < len(text) < MAX_ANSWER_LENGTH - 4 else f"({letter.upper()})"
@@ -60,8 +61,9 @@ def parse_choice(reference: str) -> Choice | None:
 
 def letter_choice(text: str) -> str | None:
     """Return a text that names a letter (`B`, `b`, `(B)`, `B. 142`) as a reference such as `(B)`; None for others."""
-    letter, option = _given(text.strip())
-    return text if parse_choice(text[:MAX_ANSWER_LENGTH]) else choice(letter, option) if letter else None
+    letter, rest = _given(text.strip())
+    # A text that is a reference already stays as it is.
+    return text if parse_choice(text[:MAX_ANSWER_LENGTH]) else choice(letter, rest) if letter else None
 
 
 def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool]) -> bool:
@@ -75,20 +77,20 @@ def is_choice(answer: str, reference: Choice, compare: Callable[[str, str], bool
     Args:
         compare: compares two normalized texts that are no choices.
     """
-    letter, option = _given(answer)
+    letter, rest = _given(answer)  # "" and the whole answer where it begins with no letter of an option
     # Without a capital letter at its start, the answer is another spelling of the letter, or the option's text.
     if not letter.isupper():
         return compare(answer, f"({reference.letter})") or _is_option(answer, reference.option, compare)
-    if letter != reference.letter or not option:
+    if letter != reference.letter or not rest:  # another letter, or the right letter alone
         return letter == reference.letter
-    # A text follows the right letter: it must be the option's text, if that is known.
-    return _is_option(option, reference.option, compare) if reference.option else _NOT_ITS_TEXT.match(option) is None
+    # A text follows the right letter: it must be the option's text, if that is known, and else not another choice.
+    return _is_option(rest, reference.option, compare) if reference.option else _NOT_ITS_TEXT.match(rest) is None
 
 
 def _given(text: str) -> tuple[str, str]:
     """Split a text into the letter of an option at its start, empty if there is none, and the rest of the text."""
     bare = _LEADING_TEXT.sub(r"\1", text, count=1) if text.startswith(r"\text") else text
-    match = _GIVEN.match(bare)
+    match = _GIVEN.match(bare)  # group 1 is a letter in parentheses, group 2 a bare one
     return (match[1] or match[2], bare[match.end() :].strip()) if match else ("", text)
 
 
@@ -97,5 +99,6 @@ def _is_option(answer: str, option: str, compare: Callable[[str, str], bool]) ->
     mine, theirs = (without_text_marks(text).strip(" .").lower() for text in (answer, option))
     if not option or mine == theirs:
         return option != ""
+    # Prose must be the same text; a number or formula may be written in another way.
     is_prose = has_prose(option) and parse_quantity(option, is_reference=True) is None
     return not is_prose and compare(answer, option)

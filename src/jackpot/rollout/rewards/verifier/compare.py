@@ -127,11 +127,13 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
         return reference != ""
 
+    # Unless the reference is a number, try these forms; a number, and a text of none of them, is an expression.
     if parse_quantity(reference, is_reference=True) is None:
         if (value_and_base := _in_base(reference)) is not None:
             # An answer without a base is read in the base of the reference.
             is_equal = value_and_base in (_in_base(answer), _in_base(f"{answer}_{value_and_base[1]}"))
-            # In an answer without a base `normalize` has read digits such as 1E5 as a power of ten.
+            # In an answer without a base `normalize` has read digits such as 1E5 as a power of ten; read the
+            # reference's digits in the same way.
             return is_equal or answer == normalize(reference.partition("_")[0])
         if (words := _words(reference)) is not None:
             return _same_words(_words(answer), words)
@@ -149,10 +151,10 @@ def _name(text: str) -> str:
 
 def _in_base(text: str) -> tuple[int, int] | None:
     """Return value and base of a number such as `12_5` or `1F_{16}`; None for `x_2`, `19_8` and other texts."""
-    match = _BASE.fullmatch(text)
+    match = _BASE.fullmatch(text)  # groups: sign, digits, base
     try:
         return (int(match[1] + match[2], int(match[3])), int(match[3])) if match else None
-    except ValueError:
+    except ValueError:  # the base is not from 2 to 36, or lacks a digit
         return None
 
 
@@ -167,6 +169,7 @@ def _words(text: str) -> str | None:
     inside = _unwrapped(text)
     if letter := _LETTER.fullmatch(inside):
         return letter[1]
+    # Without `\text{...}` it must look like words, of three letters or in capitals; in it any letter suffices.
     is_words = _WORDS.fullmatch(inside) if inside == text else re.search("[A-Za-z]", inside)
     return inside if is_words and parse_structure(inside) is None else None
 
@@ -179,6 +182,7 @@ def _same_words(answer: str | None, reference: str) -> bool:
 
 def _as_structure(answer: Structure | None, reference: Structure, algebra: Algebra) -> bool:
     """Compare structures by kind, number of members and each member; None is an answer without structure."""
+    # The kinds must be equal; only a list and a set may stand for each other.
     if answer is None or (answer.kind != reference.kind and not {answer.kind, reference.kind} <= {"list", "set"}):
         return False
 
@@ -186,7 +190,8 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
     # Both or neither must have members with names, such as `x = 1`.
     if len(members) != len(expected) or any(map(_name, members)) != any(map(_name, expected)):
         return False
-    # Compare in order, also where all members of the reference are words of several letters (else `_words` is None).
+    # Compare in order, also where every member of the reference is of words (`_words` is None for others), and no
+    # member is a single letter.
     if reference.ordered or all(len(_words(member) or "") > 1 for member in expected):
         return all(map(partial(_compare, algebra=algebra), members, expected))
 
@@ -229,12 +234,12 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
     if (r"\infty" in answer) != (r"\infty" in reference) or (expected and _TWO_NUMBERS.search(answer)):
         return False
 
-    # Compare the units apart, and what stands before them by algebra. The answer is wrong if that is empty, as it is
-    # here where `split_unit` returns None, or if it is words.
+    # Compare the units by `units_agree`, and below by algebra what stands before them. An answer is wrong if nothing or
+    # words stand before its unit, or if `split_unit` returns None, in place of which stand empty texts.
     if not is_relation:
         answer, unit = split_unit(answer, is_reference=False) or ("", "")
         reference, reference_unit = split_unit(reference, is_reference=True) or (reference, "")
-        if expected:
+        if expected:  # the reference is a number, which is compared by its exact value
             reference, reference_unit = str(expected.value), expected.unit
         if not answer or _words(answer) is not None or not units_agree(unit, reference_unit):
             return False

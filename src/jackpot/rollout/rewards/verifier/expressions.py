@@ -51,12 +51,12 @@ def equal_expressions(answer: str, reference: str) -> bool:
     """
     # The letters of each text, without those of commands such as `\pi`.
     given, wanted = (set(_LETTER.findall(text)) for text in (answer, reference))
-    # A letter that is small in one text and capital in the other stands for two different symbols.
+    # A letter that is small in one text and capital in the other stands for two different symbols, as do x and x'.
     if answer.count("'") != reference.count("'") or {letter.swapcase() for letter in given - wanted} & (wanted - given):
         return False
     try:
         return _equal(parse(answer), parse(reference))
-    except MemoryError:
+    except MemoryError:  # says nothing about the answer
         raise
     except Exception:  # sympy raises many kinds on text that a model generated
         return False

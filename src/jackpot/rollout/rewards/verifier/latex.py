@@ -83,6 +83,7 @@ def _power_of_ten(match: re.Match[str]) -> str:
     if not match[2].isdecimal():  # the exponent has a sign
         # Whether brackets hold nothing but the number, as in `(3e-1)/2`: then it may be a sum inside a product.
         in_brackets = before.rstrip("+- ").endswith(("(", "[")) and after.lstrip().startswith((")", "]"))
+        # Outside brackets it stands alone between what `_BEGINS` and `_ENDS` match, such as the ends of the text.
         if in_brackets or not _BEGINS.search(before) or not _ENDS.match(after):
             return match.group()
 

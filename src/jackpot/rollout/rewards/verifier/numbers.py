@@ -49,13 +49,14 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
         number, words = wrapped.groups("")
         text = rf"{number}\text{{{words}}}"
 
+    # Where `split_unit` returns None the body is empty, which is no number.
     body, unit = split_unit(text, is_reference) or ("", "")
     # `2\frac{1}{3}` is matched as `2 1/3`.
     match = _NUMBER.fullmatch(_FRACTION.sub(r"\1 \2/\3", body).strip())
     # An amount in dollars has no other unit, and `\text{4 marbles}` is a phrase.
     if match is None or (match["dollar"] and unit) or (wrapped and unit == LABEL):
         return None
-    # No number has two signs.
+    # Count the signs: before and after a dollar sign, and at the numerator. No number has two.
     if len(match["sign"] + match["sign2"]) + match["top"].startswith("-") > 1:
         return None
 
@@ -68,7 +69,8 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
 def _value(groups: dict[str, str]) -> Fraction:
     """Return the number that the named groups of a match of `_NUMBER` denote; a missing group is an empty text.
 
-    In `2 1/3` the groups whole, top and bottom are 2, 1 and 3; in `4.5` top is all. `power` is the exponent of 10.
+    In `2 1/3` the groups whole, top and bottom are 2, 1 and 3; in `4.5` top is all. `power` is the exponent of 10,
+    `sign` and `sign2` are the signs before and after a dollar sign.
     """
     top, bottom = (re.sub("[, ]", "", groups[name]) for name in ("top", "bottom"))
     value = Fraction(top) / Fraction(bottom or 1)
@@ -107,6 +109,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
+            # Read the words without the command `\text{...}` around them.
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
             return None if unit is None else (text[: match.start()], unit)
 
@@ -118,8 +121,9 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
 
 
 def _plain_unit(words: str, is_apart: bool, is_reference: bool) -> str | None:
-    """Return the unit that plain words after a number denote, `LABEL` for a label, or None where they may be algebra.
+    """Return the unit that plain words after a number denote, `LABEL` for a label, or None where there is neither.
 
+    There is neither where words may be algebra or change the number, or where a slash joins words that are no unit.
     `is_apart` is True where a space stands between the number and the words.
     """
     unit, word_list = read_unit(words, symbols=False), re.findall("[A-Za-z]+", words)

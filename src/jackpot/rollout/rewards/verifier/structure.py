@@ -42,6 +42,7 @@ def parse_structure(text: str) -> Structure | None:
         text = _THOUSANDS.sub("", text)
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in matrix[2].removesuffix("\\\\").split("\\\\")]
+        # The kind of a matrix has the length of each row: `matrix 3x3` has two rows of three cells.
         shape = "x".join(str(len(row)) for row in rows)
         return Structure(f"matrix {shape}", tuple(cell.strip() for row in rows for cell in row), ordered=True)
 
@@ -74,6 +75,7 @@ def _members(text: str, separator: str) -> tuple[str, ...]:
     r"""Return the members of a list or set, cut at `separator`; `1 \pm x` is two members, `1 + x` and `1 - x`."""
     members: list[str] = []
     for member in filter(None, split_outside_brackets(text, separator)):
+        # A pair has a single plus-minus, for which each sign is put in; a plus at the start of a member is dropped.
         is_pair = len(_PLUS_MINUS.findall(member)) == 1 and _bracketed(member) is None
         members += [_PLUS_MINUS.sub(sign, member).removeprefix("+") for sign in "+-"] if is_pair else [member]
     return tuple(members)

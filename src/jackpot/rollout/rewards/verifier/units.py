@@ -134,7 +134,8 @@ _K = "K"  # stands for the unit of `5 K`, which may be 5 kelvin or 5 thousand (`
 def read_unit(text: str, symbols: bool) -> str | None:
     r"""Return the unit that a text after a number denotes, `LABEL` for other words, or "" where there is no text.
 
-    The result is None where the text changes the number, as `dozen` does, or is not made of words.
+    The unit of a mere `K` is `_K`, for it may mean kelvin or thousand. The result is None where the text changes the
+    number, as `dozen` does, has mathematics or too many words, or is a single letter.
 
     A unit is a word or symbol of `_UNITS` or `_SI`, or a product or quotient of units in any usual spelling: `km/h`,
     `kilometers per hour`, `ft/s^2`, `m s^{-2}`, `cubic feet`. Units are not converted.
@@ -168,7 +169,7 @@ def units_agree(answer: str, reference: str) -> bool:
     A label of the answer agrees with no unit. An answer's `K` agrees with kelvin alone, not with a number without unit,
     because it may mean thousand.
     """
-    if answer == _K:
+    if answer == _K:  # kelvin or thousand
         return reference in (_K, "kelvin")
     # No unit on one side, equal units, a label, or kelvin where the reference has `K`
     return answer in ("", reference) or reference in ("", LABEL) or (answer, reference) == ("kelvin", _K)
@@ -177,7 +178,7 @@ def units_agree(answer: str, reference: str) -> bool:
 def _product(text: str, symbols: bool) -> str | None:
     """Return a product of units in alphabetical order, such as `hour^-1 kilometer`, or "" where all units cancel.
 
-    Return None where a word is no unit, and where the text is no product. `symbols` is as in `read_unit`.
+    Return None where a word is no unit, and where the text is no product. With `symbols`, those of `_SI` are units too.
     """
     # Spell products in one way: `per` is a slash, and `square meter` becomes `meter^2`.
     for pattern, replacement in _PRODUCTS:
@@ -188,6 +189,7 @@ def _product(text: str, symbols: bool) -> str | None:
         return None
 
     powers = Counter[str]()  # exponent of each unit; "" stands for a word that is no unit
+    # A factor is a word and its power; a denominator's powers count as negative.
     for factors, sign in ((numerator, 1), (" ".join(denominators), -1)):
         for word, power in _FACTOR.findall(factors):
             powers[_known(word, symbols) or ""] += sign * int(power or 1)
@@ -198,7 +200,7 @@ def _product(text: str, symbols: bool) -> str | None:
 
 
 def _known(word: str, symbols: bool) -> str | None:
-    """Return the unit that a word or symbol denotes, or None; `symbols` is as in `read_unit`.
+    """Return the unit that a word or symbol denotes, or None; with `symbols`, those of `_SI` are units too.
 
     The case of a single letter matters, unlike that of a word.
     """
