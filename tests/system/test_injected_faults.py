@@ -56,12 +56,12 @@ class Fault(NamedTuple):
 
 
 def planned_faults(victims: Sequence[str]) -> dict[int, Fault]:
-    """Return the faults of these processes, by the iteration after which each one comes."""
+    """Return the faults of these processes, by the iteration after which each one comes; the first always has one."""
     random_state = random.Random(SEED)
     return {
         iteration: Fault(random_state.choice(KINDS), random_state.choice(victims), random_state.uniform(0.0, 1.0))
         for iteration in range(1, ITERATIONS)
-        if random_state.random() < 1.0 / EVERY
+        if random_state.random() < 1.0 / EVERY or iteration == 1
     }
 
 
