@@ -41,7 +41,7 @@ def test_the_files_of_the_page_train_and_its_model_is_loaded(folder: Path, capsy
     assert all(line["reward/mean"] > 0.0 and line["reward/errors"] == 0.0 for line in lines[1:])
 
     exec(compile((folder / "ask.py").read_text(), "ask.py", "exec"), {})
-    assert re.search(r"\d", capsys.readouterr().out)
+    assert re.fullmatch(r"3\+4=\d+\n", capsys.readouterr().out)  # of 3 eggs and 4 more; trained models write a sum
 
 
 def test_the_rows_and_their_number_are_those_of_the_files(folder: Path) -> None:

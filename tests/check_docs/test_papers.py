@@ -141,8 +141,16 @@ def test_a_recipe_of_the_post_cites_the_figures_of_its_own_model(name: str, figu
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_the_page_names_the_recipe_and_its_ambiguities(name: str) -> None:
-    assert f"`{name}`" in PAGE
+def test_the_page_has_a_row_for_the_recipe_with_its_tables(name: str) -> None:
+    [sources] = re.findall(rf"^\|[^|]*`{name}`[^|]*\|[^|]*\|([^|]*)\|$", PAGE, re.M)
+
+    numbers = {
+        (table.paper, number)
+        for table in list_recipe(name).published
+        for number in re.findall(r"Table (\d+)", table.table)
+    }
+    for paper, number in numbers:
+        assert re.search(rf"{paper},? [^;]*Tables? [^;]*\b{number}\b", sources), (paper, number)
 
 
 def test_published_means_can_occur_or_are_listed() -> None:

@@ -33,11 +33,15 @@ def test_each_commit_has_a_table_of_its_own(monkeypatch, results, capsys) -> Non
     assert new.startswith("new\n") and "| 1 | 75.0 |" in new and "updates compared |" in new and "| 12 |" in new
 
 
-def test_runs_of_another_commit_or_of_none_are_refused(monkeypatch, results, capsys) -> None:
-    chosen = ("--only", "outliers", "--arms", "unified", "--seeds", "101")
-    for commit, answer in (("new", "is finished"), ("newer", "runs")):
-        main(monkeypatch, results, commit, "--plan", *chosen)
-        assert capsys.readouterr().out.split("101")[1].strip() == answer
+CHOSEN = ("--only", "outliers", "--arms", "unified", "--seeds", "101")
 
+
+@pytest.mark.parametrize(("commit", "answer"), [("new", "is finished"), ("old", "is finished"), ("newer", "runs")])
+def test_a_run_is_finished_at_the_commits_that_have_its_result(commit, answer, monkeypatch, results, capsys) -> None:
+    main(monkeypatch, results, commit, "--plan", *CHOSEN)
+    assert capsys.readouterr().out.split("101")[1].strip() == answer
+
+
+def test_a_source_that_is_in_no_commit_is_refused(monkeypatch, results) -> None:
     with pytest.raises(SystemExit, match="not in a commit"):
-        main(monkeypatch, results, "newer+", *chosen)
+        main(monkeypatch, results, "newer+", *CHOSEN)

@@ -45,23 +45,16 @@ def test_the_reported_distribution_is_the_one_that_draws(lam):
     residual = np.maximum(P - accepted_shares, 0.0)
     expected_probs = accepted_shares + (1.0 - accepted_shares.sum()) * residual / residual.sum()
 
-    assert distribution_drawn(P, Q, lam) == pytest.approx(expected_probs, abs=5 / GRID)
-    assert single_verdict(P, Q, lam).log_probs[0].exp().numpy() == pytest.approx(expected_probs, abs=1e-7)
+    reported_probs = single_verdict(P, Q, lam).log_probs[0].exp().numpy()
 
-    if lam == 1.0:
-        assert expected_probs == pytest.approx(P, abs=1e-15)
-    else:
-        assert np.abs(expected_probs - P).max() > 0.01
+    assert distribution_drawn(P, Q, lam) == pytest.approx(expected_probs, abs=5 / GRID)
+    assert reported_probs == pytest.approx(expected_probs, abs=1e-7)
+    assert np.allclose(reported_probs, P, atol=1e-7) == (lam == 1.0)  # below 1 it is not the model's own
 
 
 def test_a_smaller_lam_accepts_more():
-    accepted_shares = [np.minimum(Q, P / lam).sum() for lam in (1.0, 0.7, 0.25)]
-
-    assert accepted_shares == sorted(accepted_shares)
-    assert accepted_shares[0] < accepted_shares[-1]
-
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5)[:, None].expand(-1, 2) / 1000
-    for lam, share in ((1.0, 0.25), (0.5, 0.5)):  # of the draft 0, where p / q is 0.25
+    for lam, share in ((1.0, 0.25), (0.5, 0.5), (0.25, 1.0), (0.1, 1.0)):  # of the draft 0, where p / q is 0.25
         log_p_rows = torch.tensor(np.log(P + 1e-30)).float().expand(1000, -1)
         q_rows = torch.tensor(Q).float().expand(1000, -1)
         verdict = verify(log_p_rows, q_rows, torch.zeros(1000, dtype=torch.int64), grid, lam)

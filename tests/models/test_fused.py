@@ -145,7 +145,7 @@ def test_checkpointed_layers_compute_so_again_in_backward() -> None:
 
     checkpoint_activations(model)
 
-    assert all(map(torch.equal, states_and_gradients(model), fused_results))
+    assert all(torch.equal(*pair) for pair in zip(states_and_gradients(model), fused_results, strict=True))
     assert largest_distance(fused_results, original_results) < TOLERANCE
 
 
@@ -225,8 +225,12 @@ def test_a_second_derivative_is_refused() -> None:
         first_derivative.sum().backward()
 
 
-def test_models_in_training_are_fused() -> None:
-    config = small_config()
-    model = load_trained(config, "policy", config.model_paths()["policy"], torch.device("cpu"), False)
-    assert fuse(model) == 0  # nothing is left to fuse
-    assert "forward" in vars(model.model.norm)
+@pytest.mark.parametrize("role", ["policy", "rollout_model", "critic", "reference"])
+def test_models_in_training_are_fused(role: str) -> None:
+    """All but the reference, which is never trained."""
+    config = small_config("objective.advantage=gae", "critic={optimizer: {learning_rate: 1e-3}}")
+
+    model = load_trained(config, role, config.model_paths()["policy"], torch.device("cpu"), resumes=False)
+
+    assert ("forward" in vars(model.base_model.norm)) == (role != "reference")
+    assert (fuse(model) == 0) == (role != "reference")  # nothing is left to fuse

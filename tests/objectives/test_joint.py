@@ -612,21 +612,23 @@ def test_values_at_unsampled_tokens_change_no_loss_or_gradient(garbage_value, pr
     def loss_and_gradients(batch):
         case.batch = batch
         policy_settings, rollout_settings = objective(proximal=proximal), rollout_objective()
-        loss = case.loss(policy_settings, case.scores(), anchor, rollout_model=rollout_settings)
+        scores = case.scores()
+        loss = case.loss(policy_settings, scores, anchor, rollout_model=rollout_settings)
         case.weight["policy"].grad = case.weight["rollout_model"].grad = None
         (loss.policy + loss.rollout_model).backward()
-        return loss, case.weight["policy"].grad, case.weight["rollout_model"].grad
+        return loss, scores.z, case.weight["policy"].grad, case.weight["rollout_model"].grad
 
-    clean_loss, *clean_gradients = loss_and_gradients(case.batch)
+    clean_loss, clean_z, *clean_gradients = loss_and_gradients(case.batch)
 
     float_columns = {name: getattr(case.batch, name) for name in ("uniforms", "top_log_probs")}
     soiled_columns = {
         name: torch.where(mask_like(case.mask, values), values, garbage_value) for name, values in float_columns.items()
     }
-    soiled_loss, *soiled_gradients = loss_and_gradients(replace(case.batch, **soiled_columns))
+    soiled_loss, soiled_z, *soiled_gradients = loss_and_gradients(replace(case.batch, **soiled_columns))
 
     assert clean_loss.policy.item() == soiled_loss.policy.item()
     assert clean_loss.rollout_model.item() == soiled_loss.rollout_model.item()
+    assert all(torch.equal(*pair) for pair in zip(clean_z, soiled_z, strict=True))
     assert all(torch.equal(*pair) for pair in zip(clean_gradients, soiled_gradients, strict=True))
 
     metrics_of_both = (metrics_and_trace(objective(proximal=proximal), loss)[0] for loss in (clean_loss, soiled_loss))

@@ -279,15 +279,16 @@ def test_a_table_that_does_not_fit_on_the_disk_costs_no_answer(undisturbed_folde
 
 
 @pytest.mark.slow
-def test_a_kill_costs_what_was_not_scored(undisturbed_folder, tmp_path: Path) -> None:
+def test_a_kill_costs_what_was_not_scored(undisturbed_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "from jackpot.rollout import evaluate; evaluate._SCORE_BATCH = 4; from jackpot.ui.cli import main; main()"
     arguments = ["eval", "starter:policy", "--benchmarks", "arithmetic", "--k", "3", "--out", str(tmp_path)]
     settings = ["problems=10", "threads=1", "sampling.max_new_tokens=24"]
 
     process = subprocess.Popen([sys.executable, "-c", command, *arguments, *settings], stdout=subprocess.DEVNULL)
 
+    lines = tmp_path / "arithmetic.jsonl"
     deadline = time.monotonic() + 200
-    while process.poll() is None and not (tmp_path / "arithmetic.jsonl").exists():
+    while process.poll() is None and not (lines.exists() and lines.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -295,7 +296,20 @@ def test_a_kill_costs_what_was_not_scored(undisturbed_folder, tmp_path: Path) ->
     process.wait()
     assert (tmp_path / "config.yaml").exists()
 
+    kept_count = lines.read_bytes().count(b"\n") if lines.exists() else 30  # without the file all is done
+    assert kept_count > 0
+
+    added_counts = [0]
+    add = AnswerFile.add
+
+    def count_and_add(file: AnswerFile, answers) -> None:
+        answers = list(answers)
+        added_counts.append(len(answers))
+        add(file, answers)
+
+    monkeypatch.setattr(AnswerFile, "add", count_and_add)
     run_evaluation(tmp_path)
+    assert sum(added_counts) == 30 - kept_count
     assert table_bytes(tmp_path) == table_bytes(undisturbed_folder)
 
 

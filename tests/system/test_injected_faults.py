@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,13 +56,14 @@ class Fault(NamedTuple):
 
 
 def planned_faults(victims: Sequence[str]) -> dict[int, Fault]:
-    """Return the faults of these processes, by the iteration after which each one comes."""
+    """Return the faults of these processes, by the iteration after which each one comes; at least one."""
     random_state = random.Random(SEED)
-    return {
+    faults = {
         iteration: Fault(random_state.choice(KINDS), random_state.choice(victims), random_state.uniform(0.0, 1.0))
         for iteration in range(1, ITERATIONS)
         if random_state.random() < 1.0 / EVERY
     }
+    return faults or {1: Fault(random_state.choice(KINDS), random_state.choice(victims), delay=0.0)}
 
 
 def make_config() -> Config:
@@ -191,6 +192,21 @@ def check_memory(watch: Watch) -> None:
     assert all(slope <= MOST_GROWTH for slope in slopes)
     assert all(life[-100:, 2].max() <= life[:100, 2].max() for life in long_lives), "descriptors"
     assert max(point["shared"] for point in points[-100:]) <= max(point["shared"] for point in points[:100])
+
+
+@pytest.mark.parametrize("leak", ["nothing", "memory", "descriptors", "shared files"])
+def test_a_leak_of_a_long_run_is_noticed(leak: str, tmp_path: Path) -> None:
+    """A run of a few iterations is too short for these checks."""
+    watch = Watch(tmp_path / "run", [], {})
+    for iteration in range(WARM_UP + LIFE):
+        memory = 100_000 + (int(1.5 * MOST_GROWTH * iteration) if leak == "memory" else 0)
+        descriptor_count = 20 + (iteration // 300 if leak == "descriptors" else 0)
+        shared_file_count = 2 + (iteration // 300 if leak == "shared files" else 0)
+        processes = [(1, memory, descriptor_count), (2, 100_000, 20)]
+        _append(watch.points, {"iteration": iteration, "processes": processes, "shared": shared_file_count})
+
+    with nullcontext() if leak == "nothing" else pytest.raises(AssertionError):
+        check_memory(watch)
 
 
 @pytest.mark.parametrize("victims", [VICTIMS[2:], VICTIMS], ids=["engines", "ranks and engines"])

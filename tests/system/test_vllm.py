@@ -34,7 +34,9 @@ def test_the_quickstart_learns_on_vllm(tmp_path: Path) -> None:
     assert last_line["eval/rollout_model_accuracy"] > first_line["eval/rollout_model_accuracy"] + 0.1
 
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert all(event["mean_gap"] < 1e-6 for event in events if event["event"] == "engine_check")
+    checks = [event for event in events if event["event"] == "engine_check"]
+    assert checks
+    assert all(event["mean_gap"] < 1e-6 for event in checks)
     assert last_line["mismatch/engine_gap"] < 1e-6
 
 

@@ -589,6 +589,9 @@ def test_tokens_that_nobody_sampled_are_read_but_not_trained_on():
             )
         return tool_items
 
+    expected_log_probs = sampled_log_probs(double(POLICY), WRITTEN[0].rollout, 1.0).detach()
+    expected_log_probs[1] = 0.0
+
     for proximal in ("old", "rollout"):
         objective = policy_objective(proximal=proximal)
         clean_learner, soiled_learner = (make_learner(POLICY, ROLLOUT_MODEL, objective=objective) for _ in range(2))
@@ -600,11 +603,9 @@ def test_tokens_that_nobody_sampled_are_read_but_not_trained_on():
         sampled_tokens = sum(len(item.rollout.token_ids) - (len(item.rollout.token_ids) > 1) for item in WRITTEN)
         assert clean_result.metrics["policy/loss"].count == sampled_tokens
 
-    uid, item = WRITTEN[0].rollout.uid, WRITTEN[0]
-    expected_log_probs = sampled_log_probs(double(POLICY), item.rollout, 1.0).detach()
-    expected_log_probs[1] = 0.0
-
-    torch.testing.assert_close(clean_result.traces[uid]["log_probs"].double(), expected_log_probs, rtol=0, atol=1e-5)
+        for result in (clean_result, soiled_result):
+            log_probs = result.traces[WRITTEN[0].rollout.uid]["log_probs"].double()
+            torch.testing.assert_close(log_probs, expected_log_probs, rtol=0, atol=1e-5)
 
 
 def test_weights_are_named_once_where_they_are_tied():

@@ -180,7 +180,10 @@ def test_advantages_are_whitened_over_all_ranks(tmp_path: Path) -> None:
 
     expected_advantages = [sample.advantages for sample in build(is_sharded=False).compute_advantages(scored)]
     assert len({round(float(advantages[-1]), 3) for advantages in expected_advantages}) > 3
-    assert all(map(torch.equal, torch.load(tmp_path / "led.pt", weights_only=True), expected_advantages))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(torch.load(tmp_path / "led.pt", weights_only=True), expected_advantages, strict=True)
+    )
 
 
 @pytest.mark.slow

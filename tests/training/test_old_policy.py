@@ -24,5 +24,5 @@ def test_kept_weights_take_no_more_pinned_memory_than_they_need():
         later_values = [parameter.add_(1.0).clone() for parameter in parameters[:2]]
 
     with weights.in_place():
-        assert all(map(torch.equal, parameters, first_values))
-    assert all(map(torch.equal, parameters[:2], later_values))
+        assert all(torch.equal(*pair) for pair in zip(parameters, first_values, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(parameters[:2], later_values, strict=True))

@@ -165,6 +165,7 @@ def test_a_part_that_is_not_there_has_norm_zero_and_no_cosine():
     (result,) = train(learner, batches(WRITTEN))
 
     assert value(result, "rollout_model/distill_grad_norm") < 1e-6 * value(result, "rollout_model/ppo_grad_norm")
+    assert "rollout_model/grad_cosine" not in result.metrics
 
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_objective=rollout_model_objective(ppo_weight=0.0))
     (result,) = train(learner, batches(WRITTEN))

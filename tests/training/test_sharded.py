@@ -156,7 +156,7 @@ def test_what_rounds_otherwise_is_the_same_each_time(folder, tmp_path):
     first_result, second_result = (on_ranks(work, tmp_path / name)[0] for name in ("first", "second"))
 
     assert first_result["digests"] == second_result["digests"]
-    assert all(map(torch.equal, first_result["gradients"], second_result["gradients"]))
+    assert all(torch.equal(*pair) for pair in zip(first_result["gradients"], second_result["gradients"], strict=True))
 
 
 def check_weights_are_current(folder: Path, tmp_path: Path) -> None:

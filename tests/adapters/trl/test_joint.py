@@ -114,7 +114,7 @@ def test_a_resumed_run_is_bit_equal_in_both_models(adapter: ModuleType, tmp_path
     checkpoint = tmp_path / "checkpoint-2"
     again.train(resume_from_checkpoint=str(checkpoint))
 
-    assert all(map(torch.equal, weights(uninterrupted), weights(again)))
+    assert all(torch.equal(*pair) for pair in zip(weights(uninterrupted), weights(again), strict=True))
     assert again.version == Version(3, 3)
     assert load_model(checkpoint / "rollout_model", torch.float32).dtype == torch.float32
 
@@ -282,7 +282,7 @@ def test_a_frozen_model_stays_and_an_unused_one_is_not_run(adapter: ModuleType, 
     frozen = trainer_of(adapter, tmp_path, {"path": ROLLOUT_MODEL}, max_steps=1, per_device_train_batch_size=16)
     frozen.train()
 
-    assert all(map(torch.equal, start, frozen.rollout_model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(start, frozen.rollout_model.parameters(), strict=True))
 
     ends = settings(share={"schedule": "step", "hold": 1})
     trainer = trainer_of(adapter, tmp_path, ends, max_steps=2, per_device_train_batch_size=16)

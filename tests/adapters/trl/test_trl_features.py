@@ -15,6 +15,7 @@ from helpers.trl_runs import ROLLOUT_MODEL, arguments
 from jackpot.models.load import load_model
 
 pytestmark = pytest.mark.trl
+TRL_METRICS = {"eval_loss", "eval_reward", "eval_reward_std", "eval_entropy", "eval_completions/mean_length"}
 
 
 def trainer_of(adapter: ModuleType, folder: Path, correction="obrs", **changes):
@@ -35,7 +36,7 @@ def test_a_resumed_run_is_bit_equal_and_its_card_names_us(adapter: ModuleType, t
 
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
-    assert all(map(torch.equal, weights(uninterrupted), weights(again)))
+    assert all(torch.equal(*pair) for pair in zip(weights(uninterrupted), weights(again), strict=True))
     assert "jackpot" in (tmp_path / "README.md").read_text()
     assert load_model(tmp_path / "checkpoint-4", torch.float32).num_parameters() == uninterrupted.model.num_parameters()
 
@@ -77,10 +78,31 @@ def test_an_adapter_of_peft_is_read_and_trained(adapter: ModuleType, tmp_path):
 
 
 def test_an_evaluation_is_trls_own(adapter: ModuleType, tmp_path):
-    trainer = trainer_of(adapter, tmp_path, max_steps=1, per_device_eval_batch_size=16)
+    """TRL's trainer with the same weights has the same metrics of the same completions, and none of ours."""
+    from trl import GRPOTrainer
+
+    rollouts = adapter.EngineRollouts(ROLLOUT_MODEL)
+
+    def rollouts_without_lists(prompts: list, trainer: GRPOTrainer) -> dict:
+        output = rollouts(prompts, trainer)
+        return {name: output[name] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+    settings = {"max_steps": 1, "per_device_eval_batch_size": 16}
+    trainer = trainer_of(adapter, tmp_path, **settings)
     trainer.train()
-    trainer.evaluate(trainer.train_dataset.select(range(2)))
-    assert any("eval_reward" in line for line in trainer.state.log_history)
+    trl_trainer = GRPOTrainer(**arguments(tmp_path, **settings), rollout_func=rollouts_without_lists)
+    trl_trainer.model.load_state_dict(trainer.model.state_dict())
+    trl_trainer.state.global_step = trainer.state.global_step  # by which completions are drawn
+
+    for evaluated_trainer in (trainer, trl_trainer):
+        evaluated_trainer.evaluate(evaluated_trainer.train_dataset.select(range(2)))
+
+    metrics, trl_metrics = (
+        {name: value for name, value in each.state.log_history[-1].items() if name in TRL_METRICS or "jackpot" in name}
+        for each in (trainer, trl_trainer)
+    )
+    assert metrics.keys() == TRL_METRICS
+    assert metrics == trl_metrics
 
 
 def test_what_counted_nothing_is_not_in_the_log(adapter: ModuleType, tmp_path):

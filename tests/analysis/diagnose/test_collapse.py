@@ -47,13 +47,14 @@ def test_a_run_that_stopped_itself_has_collapsed_there() -> None:
 
 
 def test_the_first_sign_is_the_finding_that_began_first() -> None:
-    lines = evaluations(0.4, 0.6, 0.1, 0.05)
-    quiet = {"mismatch/kl_rollout_policy": 0.1, "mismatch/ess": 0.9}
-    lines = [line | quiet for line in lines]
-    lines += [{"iteration": n, "mismatch/kl_rollout_policy": 0.1, "mismatch/ess": 0.9} for n in range(40, 50)]
-    lines += [{"iteration": n, "mismatch/kl_rollout_policy": 0.9, "mismatch/ess": 0.9} for n in range(50, 80)]
+    def first_sign(accuracies: tuple[float, ...]) -> str:
+        """Return the first sign where the KL grows from iteration 50 on."""
+        lines = {line["iteration"]: line for line in evaluations(*accuracies)}
+        for iteration in range(100):
+            kl = 0.1 if iteration < 50 else 0.9
+            lines[iteration] = {"iteration": iteration, "mismatch/kl_rollout_policy": kl} | lines.get(iteration, {})
+        return collapse_of([lines[iteration] for iteration in range(100)], [], CONFIG).first_sign
 
-    collapse = collapse_of(lines, [], CONFIG)
-
-    assert collapse.first_sign.startswith(("eval/policy_accuracy since", "mismatch/kl_rollout_policy since"))
-    assert collapse_of(evaluations(0.4, 0.6, 0.1, 0.05), [], CONFIG).first_sign == "eval/policy_accuracy since 20"
+    assert first_sign((0.4, 0.6, 0.1, 0.05)) == "eval/policy_accuracy since 20"
+    # the median of 10 iterations is too high once half of them are
+    assert first_sign((0.4, *[0.6] * 7, 0.1, 0.05)) == "mismatch/kl_rollout_policy since 54"

@@ -212,7 +212,8 @@ def test_fp8_saves_what_it_multiplies_and_reads() -> None:
 @pytest.mark.slow
 def test_stale_batches_are_twice_as_fast_as_the_submission_says() -> None:
     stale = timed("stale_8b", "jackpot")
-    assert 2 < stale.alone.iterations / stale.hours.iterations < 4
+    speedup = stale.alone.iterations / stale.hours.iterations
+    assert speedup == pytest.approx(2.35, rel=0.02)  # "more than 2x"; docs/cost.md rounds to 2.4
 
 
 def test_hours_by_share_meet_at_the_ends() -> None:

@@ -370,7 +370,7 @@ def test_a_file_of_ones_own_is_read_with_its_columns(tmp_path: Path) -> None:
     assert first[3] == {"id": "3", "problem": "what is 3?", "answer": ["3"]}
 
     prompts = PromptStream(Math(own_tokenizer(BYTES), made.config.task), "train", seed=0).next(4)
-    assert {prompt.answer for prompt in prompts} < {str(index) for index in range(9)}
+    assert {prompt.answer for prompt in prompts} == {str(index) for index in range(4)}  # the 4 rows, each once
 
 
 @pytest.mark.parametrize("source", ["hub:some/body", "nowhere/mine.jsonl", "nowhere/folder"])

@@ -151,4 +151,6 @@ def test_a_layer_takes_another_weight():
     assert torch.equal(layer.quantized.codes.float(), new_weight.codes.float())
     assert torch.equal(layer.quantized.scales, new_weight.scales)
     assert layer.quantized.grid == new_weight.grid
-    assert FP8_TOKEN_BLOCKS.rows == 1
+
+    inputs = matrix(5, 64, 3)
+    assert torch.equal(layer(inputs), QuantizedLinear(matrix(64, 64, 2), None, SCHEMES["fp8"])(inputs))

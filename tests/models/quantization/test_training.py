@@ -337,7 +337,13 @@ def test_an_fp8_cache_of_other_than_what_is_read_is_refused(name):
 
 
 def test_a_plan_takes_what_it_cannot_try():
-    train_in_codes(make_model("mixtral").to("meta"), SCHEMES["fp8"], "dequantized", fp8_cache=True, exact=True)
+    model = make_model("mixtral").to("meta")
+
+    train_in_codes(model, SCHEMES["fp8"], "dequantized", fp8_cache=True, exact=True)
+
+    coded_names = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, CodedLinear)}
+    assert coded_names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
 
 
 def test_the_gradient_of_an_embedding_adds_up_in_float32():
@@ -399,7 +405,7 @@ def test_checkpointed_activations_give_the_same_bits(model_and_rollouts):
         gradients.append([parameter.grad for parameter in twin.parameters() if parameter.grad is not None])
 
     assert len(gradients[0]) > 20  # the comparison is not of empty lists
-    assert all(map(torch.equal, *gradients))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 def test_keys_are_rounded_with_the_gradient_of_the_identity():
@@ -420,7 +426,7 @@ def test_keys_are_rounded_with_the_gradient_of_the_identity():
     results = attention_and_gradients(with_trained_kv(sdpa_attention_forward), key, value)
     expected_results = attention_and_gradients(sdpa_attention_forward, rounded_key, rounded_value)
 
-    assert all(map(torch.equal, results, expected_results))
+    assert all(torch.equal(*pair) for pair in zip(results, expected_results, strict=True))
     assert not torch.equal(results[0], attention_and_gradients(sdpa_attention_forward, key, value)[0])
 
 

@@ -90,8 +90,9 @@ def test_a_vocabulary_of_one_token_is_certain():
 
     output = joint_linear_head(*heads, ids, temperature=0.5, lam=1.0, num_top=4)
 
-    for values in (output.policy.log_probs, output.rollout_model.entropy, output.forward_kl, output.fill_ins):
-        assert not values.any()
+    for values in (output.policy.log_probs, output.rollout_model.entropy, output.forward_kl):
+        assert values.tolist() == [0.0] * N
+    assert output.fill_ins.tolist() == [[0.0]] * N
     assert output.policy.top_ids.tolist() == [[0]] * N
     assert output.exact_z.tolist() == [1.0] * N
 

@@ -100,7 +100,15 @@ def test_plain_answers_and_algebra_are_scored_in_order(reward_fn):
     ]
 
 
-def test_a_bomb_costs_its_own_reward_and_nothing_else(reward_fn):
+def test_a_bomb_costs_its_own_reward_and_nothing_else(reward_fn, monkeypatch):
+    questions = []
+    submit = reward_fn._verifier.submit
+
+    def record_and_submit(comparisons, limit):
+        questions.extend(comparison["answer"] for comparison in comparisons)
+        return submit(comparisons, limit)
+
+    monkeypatch.setattr(reward_fn._verifier, "submit", record_and_submit)
     start_time = time.monotonic()
 
     scores = reward_fn.scores([answer(response) for response in (FINE, BOMB, WRONG, FINE, BOMB, r"\boxed{x}")])
@@ -108,7 +116,8 @@ def test_a_bomb_costs_its_own_reward_and_nothing_else(reward_fn):
     assert [score.reward_error for score in scores] == [None, "timeout", None, None, "timeout", None]
     assert [score.correct for score in scores] == [True, False, False, True, False, False]
     assert scores[1].error_text == "correct: took longer than 1 s"
-    assert time.monotonic() - start_time < 2 * TIMEOUT + PATIENCE  # equal bombs are one question
+    assert questions.count("9^{9^{9^9}}") == 1  # equal bombs are one question
+    assert time.monotonic() - start_time < 2 * TIMEOUT + PATIENCE
 
     assert reward_fn.scores([answer(FINE)]) == [score(1.0, correct=True)]
 

@@ -84,7 +84,7 @@ def test_links_lead_to_older_ones_when_the_best_is_corrupt(finished_run: Finishe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["state.pt"])
+@pytest.mark.parametrize("file", DAMAGE)
 def test_a_run_with_only_corrupt_checkpoints_is_refused(file: str, finished_run: FinishedRuns, tmp_path: Path) -> None:
     config = small_config(SHORT, "checkpoint.every=1")
     finished_run.copy(tmp_path, SHORT, "checkpoint.every=1", kill_after=3)

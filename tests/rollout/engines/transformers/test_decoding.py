@@ -107,7 +107,9 @@ def test_only_full_attention_and_windows_are_written_in_place(name, changes, is_
 
 def test_a_cache_has_the_sliding_window_of_its_model():
     assert make_cache(make_config("llama"), max_length=99).sliding_window is None
-    assert make_cache(make_config("gemma2"), max_length=99).sliding_window == WINDOW
+    assert make_cache(make_config("mistral without windows"), max_length=99).sliding_window is None
+    assert make_cache(make_config("gemma2"), max_length=99).sliding_window == WINDOW  # of one of its layers
+    assert make_cache(make_config("mistral", sliding_window=7), max_length=99).sliding_window == 7
 
 
 def test_a_layer_in_place_holds_what_one_that_copies_holds():

@@ -212,7 +212,9 @@ numbers = st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=10**
 @given(numbers, numbers)
 def test_two_numbers_are_right_exactly_where_they_are_equal(reference, random_answer):
     for answer in (reference, random_answer, random_answer + Fraction(1, 10**40)):
+        unreduced_answer = f"{3 * answer.numerator}/{3 * answer.denominator}"
         assert compare_without_algebra(str(answer), str(reference)) is (answer == reference)
+        assert compare_without_algebra(unreduced_answer, str(reference)) is (answer == reference)
 
 
 @settings(max_examples=30)
