@@ -126,8 +126,8 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     """Make all models of training on the meta device, by role; untrained models are frozen.
 
-    Only with `device: cpu` are norms, gates and rotations fused. With another setting the run may be on a GPU, where
-    models are not fused and keep more for backward.
+    Only with `device: cpu` are norms, gates and rotary embeddings fused. With another setting the run may be on a
+    GPU, where models are not fused and keep more for backward.
     """
     # A model without an optimizer in its settings, such as the reference, is frozen.
     models: dict[str, PreTrainedModel] = {}
@@ -136,7 +136,7 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
         prepare(config, name, models[name], on_cpu=config.device == "cpu")
         if getattr(getattr(config, name, None), "optimizer", None) is None:
             models[name].requires_grad_(False)
-    cut_heads(models, run_rows(config, config.model_paths()))  # all output layers get the rows of the shortest
+    cut_heads(models, run_rows(config, config.model_paths()))  # all output layers get as many rows as the shortest has
     return models
 
 
@@ -223,7 +223,7 @@ def _reference_kl(
     with torch.no_grad():
         hidden = _read(models["reference"], shape)
         if settings.kl_loss_type != "exact":
-            _head(config, [models["reference"]], [hidden])  # for its memory: training reads the log-probs
+            _head(config, [models["reference"]], [hidden])  # run to count its memory: training reads the log-probs
             return ()
     # The last output for two models is KL(second || first), here KL(policy || reference).
     return _head(config, [models["reference"], models["policy"]], [hidden, policy_hidden])[-1:]
