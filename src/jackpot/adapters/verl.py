@@ -125,7 +125,7 @@ def compute_rollout_correction_and_rejection_mask(
     both_log_probs = (old_log_prob, rollout_log_prob)
     proto, remaining, metrics = _verl_correction(*both_log_probs, response_mask, rollout_is, **weighting, **options)
 
-    # A log-prob of -inf is usable only as the policy's, to which the token is impossible: the ratio is 0.
+    # A log-prob of -inf is usable only if it is the policy's: the policy never samples the token, so the ratio is 0.
     mask = response_mask.bool()
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
     if z is not None:

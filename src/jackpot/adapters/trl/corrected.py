@@ -120,7 +120,7 @@ class Correcting(_AnyTRLTrainer):
         A number is hashed from TRL's seed, the name of the batch, the process, and the token's row and column.
         """
         name, _ = self._names.next(self)
-        name = name.removeprefix("train/")  # of a training batch: STEP/INDEX
+        name = name.removeprefix("train/")  # in training the name is then STEP/INDEX
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])  # 0 is the epoch
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
@@ -453,7 +453,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             gather_ids=tokens.at_sampled(tokens.top_ids),
             only_log_probs=True,
         )
-        # Where top_k cut the sampler's distribution and the lists hold all kept tokens, scores are those over these.
+        # If top_k cut the sampler's distribution and the lists hold all kept tokens, scores are renormalized over them.
         return self._scores(self._on_support(head, self._head.heads(*hidden), batch, tokens), tokens, with_z)
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:

@@ -102,7 +102,7 @@ class Writers:
         """Keep the user's engines; no other engine is made yet."""
         self._config = config
         self._engines = dict(engines)
-        # Whether one engine may draft for the other: by the settings, or because both are the user's.
+        # Whether one engine may draft for the other: by the settings, or because the user has given both engines.
         self._may_draft = config.draft is not None or len(engines) == 2
         self._held_steps: dict[Role, int] = {}  # optimizer steps that the weights in each engine have taken
         self._checks: dict[Role, EngineCheck] = {}  # each is made at its first use (`_check`)

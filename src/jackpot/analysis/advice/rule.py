@@ -31,7 +31,7 @@ COLUMNS = (
     "overlap",  # Z at lam = 1: the probability that a draft is accepted
 )
 TOKENS, OVERLAP = COLUMNS.index("tokens"), COLUMNS.index("overlap")  # indices of two of these sums
-# No correction is recommended that leaves a smaller share of the tokens effective, and none if the best is worth less.
+# A correction is recommended only if its effective share of tokens, and the best one's worth, are at least this.
 LEAST_WORTH = 0.3
 TIE_SHARE = 0.95  # a correction ties with the best one if it is worth at least this share of the best one's worth
 TIE_ERRORS = 2.0  # standard errors of a difference within which two corrections tie
@@ -441,7 +441,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
     corrected = [rival for rival in rivals if rival.advisable and rival.kind != "none"]
     best = sorted(corrected, key=lambda rival: rival.worth.value, reverse=True)[:1]
     worths = [f"{rival.label} {rival.worth.value:.2f}" for rival in (*none, *best)]
-    if best and best[0].worth.value > chosen.worth.value:  # `choose` took a simpler one, whose worth ties
+    if best and best[0].worth.value > chosen.worth.value:  # `choose` took a simpler correction, whose worth ties
         worths[-1] += ", a tie"
     if worths:
         text += f"; {', '.join(worths)}"

@@ -93,7 +93,7 @@ def by_capped_weights(config: Config, value: float) -> str:
 
 
 def by_truncation(config: Config, value: float) -> str:
-    """Explain why probabilities of the engine exceed those of training: top-p and top-k leave fewer tokens."""
+    """Explain why the engine's probabilities exceed training's: they are renormalized after top-p or top-k."""
     sampling = config.sampling
     return f"sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.truncated else ""
 
@@ -107,7 +107,7 @@ def by_unused_z(config: Config, value: float) -> str:
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why the rollout model's weights do not average to 1: its correction, old rollouts, or top-p and top-k.
+    """Explain why weights in the rollout model's loss do not average to 1: correction, old rollouts, top-p or top-k.
 
     The result names the first of the three that applies; "" if none does.
     """

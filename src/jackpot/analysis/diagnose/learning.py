@@ -227,9 +227,9 @@ def cut_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def swapped_models_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return the policy's first accuracy as a limit of the rollout model's, if the user may have swapped the models.
+    """Return the policy's first accuracy as a limit of the rollout model's accuracy, if the two seem swapped.
 
-    A mistaken swap is likely if the first accuracy of the rollout model is above that of the policy by more than
+    The models seem swapped if the first accuracy of the rollout model is above that of the policy by more than
     chance, and a pass of the rollout model costs more FLOPs than one of the policy. Else the result is None.
     """
     policy, rollout_model = (levels_of(history, f"eval/{role}_accuracy") for role in ("policy", "rollout_model"))

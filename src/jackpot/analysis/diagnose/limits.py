@@ -32,7 +32,7 @@ class MetricHistory:
     """The values of all metrics over a run, from metrics.jsonl, events.jsonl and saved rollouts.
 
     Four metrics are derived here:
-    - `mismatch/prefix_ess` is the effective sample size (ESS) of prefixes up to half the mean response length.
+    - `mismatch/prefix_ess` is the effective sample size (ESS) of weights of prefixes that are half a mean response long.
     - `obrs/acceptance_error` is |acceptance - Z|, divided by what chance and the bounds of Z allow
       (`_add_acceptance_error`).
     - `seconds/slowest` is a delayed phase's duration over the phase's median, the largest so far (`_add_slowest`).
@@ -143,9 +143,10 @@ class MetricHistory:
 
 
 def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return `mismatch/prefix_ess` of an iteration: the effective sample size (ESS) of the first halves of responses.
+    """Return `mismatch/prefix_ess` of an iteration: the effective sample size (ESS) of weights of prefixes.
 
-    It is the ESS at the last measured position up to half the mean response length; {} without such a position.
+    The prefixes, whose weights are products of importance ratios, end at the last measured position up to half the mean
+    response length; {} without such a position.
     """
     middle = (line.get("response/tokens") or 0.0) / 2
     begins = {int(match[1]): name for name in line if (match := _PREFIX_ESS.match(name))}

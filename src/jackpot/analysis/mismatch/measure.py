@@ -64,7 +64,7 @@ class MismatchNumbers:
     high: int  # number of responses whose largest gap is above HIGH_GAP
     log_gap: Estimate  # mean |log p - log q|, nats
     other_token: Estimate | None  # share of tokens where p and q are greatest at different tokens; None: unknown
-    other_experts: Estimate | None  # share of tokens sent to different experts by the two, in any layer; None: unknown
+    other_experts: Estimate | None  # share of tokens with other experts in the learner, in any layer; None: unknown
     k1: Estimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
     k3: Estimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
     kl: tuple[Estimate, Estimate] | None  # lower and upper bound of KL(sampler || learner); None if unknown

@@ -53,7 +53,7 @@ class TokenMismatch:
 
     @property
     def gap(self) -> Tensor:
-        """Return |p - q|, [N]."""
+        """Return |p - q|, [N], of the sampler's probability p and the learner's probability q of each sampled token."""
         return (self.sampler - self.learner).abs()
 
 

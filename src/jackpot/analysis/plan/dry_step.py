@@ -186,8 +186,8 @@ def _train(
         reference_kl = _reference_kl(config, models, shape, hidden[0])
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
-    # As in training, where `GradientSplit` separates the gradients of the rollout model's two losses; it is built here
-    # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that this model's PPO loss reads.
+    # In training `GradientSplit` separates the gradients of the rollout model's two losses; it is built here too, for
+    # the memory that it takes. `values[2]` are the rollout model's log-probs, all that this model's PPO loss reads.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     # The sum of all outputs stands for the loss: its gradient reaches everything that the loss reads.
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()

@@ -57,7 +57,7 @@ from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.drafts import tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
-DRAFTED = 4  # drafts a pass, assumed for `engine.draft.tokens: auto`
+DRAFTED = 4  # drafts before each pass, assumed for `engine.draft.tokens: auto`
 ENGINES_SHARE = 0.9  # share of a GPU's memory that engines take if no learner is on it: vLLM's own default
 AT_ONCE = 4  # batches that engines generate at once if rollouts are made ahead of training, as with batch.ahead = 7
 LARGE = 100_000_000  # least number of parameters of all models at which a plan shows GPUs and hours
@@ -89,7 +89,7 @@ class CostEstimate(NamedTuple):
     rows: list[MachineEstimate]  # for each of SHOWN_KINDS on each of SHOWN_COUNTS
     stated: MachineEstimate  # estimate on the GPUs that were asked about or that the recipe names, else on one H100
     this_machine: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
-    fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
+    fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not even on the most that are tried
     flops: FlopShares
 
 
@@ -485,9 +485,9 @@ def extra_passes(config: Config) -> float:
     the factor of OBRS that scales estimates of Z to the mean acceptance.
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
-    # The anchors give kappa where the correction's target is the policy before the first step (`old`).
+    # The anchors, log-probs of the policy before the first step, give kappa if the correction's target is that policy.
     anchors_give_kappa = steps > 1 and getattr(correction, "target", "old") == "old"
-    # With a regularized loss `kappa: auto` takes the pass of `kappa: prepass`.
+    # With a regularized loss, `kappa: auto` needs the same forward pass as `kappa: prepass`.
     is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
     beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
     needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchors_give_kappa
