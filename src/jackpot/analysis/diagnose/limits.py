@@ -18,9 +18,11 @@ AVERAGED_ITERATIONS = 20  # number of iterations over which acceptance and Z are
 CHANCE_ERRORS = 4.0  # standard errors beyond which a difference is not by chance
 ROUNDING = 1e-6  # allowance for the rounding of acceptance and Z in float32
 LARGE_STEP_KL = 5e-3  # nats; mean KL(p_old || p_new) of a step above which some ratios are outside of a clip of 0.2
-SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) a tenth of the policy's mass at most is on unseen tokens
+SMALL_KL = (
+    0.2  # nats; below this KL(policy || rollout model) at most a tenth of the policy's mass is on tokens not sampled
+)
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training| below which no correction mattered (docs/precision.md)
-PHASES = ("rollout", "score", "check", "train", "sync")  # phases that take about equally long in all iterations
+PHASES = ("rollout", "score", "check", "train", "sync")  # phases, each of which takes about as long in every iteration
 LEAST_DELAY = 5.0  # seconds; a phase is slow if it took longer than its median duration by more than this
 LEAST_DELAY_ITERATIONS = 3.0  # the least delay in durations of a median iteration; the longer of the two counts
 SHORTEST_MEDIAN = 1e-3  # seconds; a phase's duration is divided by its median, or by this if the median is shorter
@@ -32,7 +34,7 @@ class MetricHistory:
     """The values of all metrics over a run, from metrics.jsonl, events.jsonl and saved rollouts.
 
     Four metrics are derived here:
-    - `mismatch/prefix_ess` is the effective sample size (ESS) of weights of prefixes that are half a mean response long.
+    - `mismatch/prefix_ess` is the effective sample size (ESS) of prefixes' weights at half the mean response length.
     - `obrs/acceptance_error` is |acceptance - Z|, divided by what chance and the bounds of Z allow
       (`_add_acceptance_error`).
     - `seconds/slowest` is a delayed phase's duration over the phase's median, the largest so far (`_add_slowest`).

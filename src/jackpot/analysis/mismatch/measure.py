@@ -75,7 +75,7 @@ class MismatchNumbers:
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
     support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
-    bands: dict[str, tuple[TokenBand, ...]]  # by kind: length, position, and entropy of the learner if it is known
+    bands: dict[str, tuple[TokenBand, ...]]  # by kind: length, position, and the learner's entropy if that is known
     each: tuple[ResponseGap, ...]  # gaps of every response
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 

@@ -120,7 +120,7 @@ class Lengths:
 
     @property
     def square(self) -> float:
-        """Return the mean squared length of responses, tokens^2: the integral of 2t exp(-t / scale) dt from 0 to limit."""
+        """Return the mean squared response length, tokens^2: the integral of 2t exp(-t / scale) dt from 0 to limit."""
         scale, limit = self.scale, self.limit
         if math.isinf(scale):
             return float(limit**2)
