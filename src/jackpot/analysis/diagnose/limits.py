@@ -18,9 +18,7 @@ AVERAGED_ITERATIONS = 20  # number of iterations over which acceptance and Z are
 CHANCE_ERRORS = 4.0  # standard errors beyond which a difference is not by chance
 ROUNDING = 1e-6  # allowance for the rounding of acceptance and Z in float32
 LARGE_STEP_KL = 5e-3  # nats; mean KL(p_old || p_new) of a step above which some ratios are outside of a clip of 0.2
-SMALL_KL = (
-    0.2  # nats; below this KL(policy || rollout model) at most a tenth of the policy's mass is on tokens not sampled
-)
+SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) at most 10 % of the policy's mass is on unsampled tokens
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training| below which no correction mattered (docs/precision.md)
 PHASES = ("rollout", "score", "check", "train", "sync")  # phases, each of which takes about as long in every iteration
 LEAST_DELAY = 5.0  # seconds; a phase is slow if it took longer than its median duration by more than this
