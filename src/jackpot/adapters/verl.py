@@ -125,7 +125,7 @@ def compute_rollout_correction_and_rejection_mask(
     both_log_probs = (old_log_prob, rollout_log_prob)
     proto, remaining, metrics = _verl_correction(*both_log_probs, response_mask, rollout_is, **weighting, **options)
 
-    # A log-prob of -inf is usable only as the policy's, to which the token is impossible: the ratio is 0.
+    # A log-prob of -inf is usable only if it is the policy's: the policy never samples the token, so the ratio is 0.
     mask = response_mask.bool()
     usable = mask & rollout_log_prob.isfinite() & (old_log_prob < torch.inf)
     if z is not None:
@@ -228,7 +228,7 @@ def _correction_named(rollout_is: str, weighting: Mapping[str, Any]) -> Correcti
 def _number_or_text(text: str) -> float | str:
     """Return a setting's value as a number if the text is one, else as the text."""
     try:
-        return float({"null": "inf", ".inf": "inf"}.get(text, text))  # no bound, as a recipe names it
+        return float({"null": "inf", ".inf": "inf"}.get(text, text))  # `null` and .inf mean no bound, as in a recipe
     except ValueError:
         return text
 
@@ -265,7 +265,7 @@ def top_lists(log_probs: Sequence[Mapping[int, Any]], k: int) -> dict[str, Any]:
 
 
 def join_top_lists(fields: dict[str, Any], later: Mapping[str, Any]) -> None:
-    """Append the top-k lists of a later answer of vLLM, if it has any, to those of earlier answers in its response.
+    """Append the top-k lists of a later answer of vLLM, if it has any, to those of the same response's earlier answers.
 
     Args:
         fields: extra fields of the answers before; changed in place.
@@ -360,7 +360,7 @@ def z_of_logits(*, data: Any, student_logits: Tensor | None = None, **_: Any) ->
 
     Args:
         data: a packed micro-batch with lam and the lists of `align_top_lists`.
-        student_logits: [1, N, V] logits of the policy over the temperature; None: the engine asks for the loss.
+        student_logits: [1, N, V] logits of the policy, divided by the temperature; None: verl asks for the loss.
 
     Returns:
         With logits, the estimate of Z by `Z_FIELDS`, [1, N] each; without logits, a loss of 0 and no metrics.

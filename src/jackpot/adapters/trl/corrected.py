@@ -107,7 +107,7 @@ class Correcting(_AnyTRLTrainer):
         settings = validated(ObjectiveConfig, {"correction": correction})
         self._correction_name = settings.correction.name
         self._objective = policy_objective(settings)
-        self._names = BatchNames()  # of batches, from which the random numbers of their tokens are hashed
+        self._names = BatchNames()  # names of batches, from which the random numbers of their tokens are hashed
 
     @property
     def _reads_z(self) -> bool:
@@ -120,7 +120,7 @@ class Correcting(_AnyTRLTrainer):
         A number is hashed from TRL's seed, the name of the batch, the process, and the token's row and column.
         """
         name, _ = self._names.next(self)
-        name = name.removeprefix("train/")  # of a training batch: STEP/INDEX
+        name = name.removeprefix("train/")  # in training the name is then STEP/INDEX
         names = [f"{name}/{self.accelerator.process_index}/{row}" for row in range(len(mask))]
         keys = key_tensor([fold_in(self.args.seed, "accept", name, 0) for name in names])  # 0 is the epoch
         return uniforms(keys[:, None], torch.arange(mask.shape[1])).to(mask.device)
@@ -240,7 +240,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
         **kwargs: Any,
     ) -> None:
         """Set TRL's trainer up with the correction, and have vLLM return top-k lists where they are read."""
-        arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all by name
+        arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all arguments by name
         self._choose(correction)  # sets `_correction_name`, `_objective` and `_names`
         refuse(arguments, self._correction_name, self._objective)
 
@@ -423,9 +423,9 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
 
     @torch.no_grad()
     def _read(self, batch: Batch, with_z: bool) -> OldLogProbs:
-        """Score a batch with the policy, `per_device_train_batch_size` rows at a time, without dropout.
+        """Return the policy's log-probs of a batch's tokens, without dropout, and Z, which is 1 unless `with_z`.
 
-        Z is 1 unless `with_z`.
+        They are computed for `per_device_train_batch_size` rows at a time.
         """
         model = plain_model(self.accelerator.unwrap_model(self.model))
         rows = self.args.per_device_train_batch_size
@@ -453,7 +453,7 @@ class CorrectedGRPOTrainer(Correcting, TRLTrainer):
             gather_ids=tokens.at_sampled(tokens.top_ids),
             only_log_probs=True,
         )
-        # Where top_k cut the sampler's distribution and the lists hold what it kept, scores are renormalized over that.
+        # If top_k cut the sampler's distribution and the lists hold all kept tokens, scores are renormalized over them.
         return self._scores(self._on_support(head, self._head.heads(*hidden), batch, tokens), tokens, with_z)
 
     def _rollout_model_hidden(self, tokens: TokenBatch) -> Tensor | None:

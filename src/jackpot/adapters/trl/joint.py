@@ -105,7 +105,7 @@ class JackpotGRPOTrainer(CorrectedGRPOTrainer, TwoModelTrainer):
         **kwargs: Any,
     ) -> None:
         """Set the corrected trainer up with `Writers` as its rollout function, and load the rollout model."""
-        arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all by name
+        arguments = signature(TRLTrainer).bind(*args, **kwargs).arguments  # all arguments by name
         engines: dict[Role, Engine | Mapping[str, Any] | None] = {"rollout_model": engine, "policy": policy_engine}
         refuse_with_two_models(arguments)
         # The settings of the whole run, and those of the rollout model.
@@ -434,7 +434,7 @@ def _run_settings(
 
     config = validated(Config, run)
     settings = config.rollout_model
-    assert settings is not None  # `run` has them
+    assert settings is not None  # `run` has settings of a rollout model
     for name, supported in (("update", "step"), ("lora", None)):
         if (value := getattr(settings, name)) != supported:
             raise ConfigError(

@@ -45,10 +45,10 @@ class EngineRollouts:
         # From a path the engine is made when TRL first asks for rollouts: only then is the device known.
         self._engine: Engine | tuple[str | Path, TransformersEngineConfig] = model if is_engine else (model, settings)
         self._num_top = num_top_log_probs
-        self._names = BatchNames()  # of generation batches; the uids of their rollouts begin with them
+        self._names = BatchNames()  # names of generation batches, with which the uids of their rollouts begin
 
     def __call__(self, prompts: list[Any], trainer: TRLTrainer) -> dict[str, Any]:
-        """Generate a completion for each prompt; return them in the form that `CorrectedGRPOTrainer` takes.
+        """Generate a completion for each prompt; return token ids, log-probs and top-k lists, as `completions` does.
 
         Raises:
             EngineError: the engine gave up a response.
@@ -81,7 +81,7 @@ class BatchNames:
 
 
 def completions(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return rollouts in the form that `CorrectedGRPOTrainer` takes from a rollout function.
+    """Return the token ids, log-probs and top-k lists of rollouts, by the keys that `CorrectedGRPOTrainer` reads.
 
     Raises:
         EngineError: the engine gave up a response.

@@ -75,9 +75,10 @@ class TwoModels:
     def score(
         self, role: Role, batches: Sequence[TokenBatch], sampling: Sampling, from_copy: bool = False
     ) -> dict[str, Tensor]:
-        """Compute a model's log-probs, [T, 1 + K] by rollout uid, as `Learner.score` does; dropout is off.
+        """Compute a model's log-probs of the sampled and of the K listed tokens, [T, 1 + K] by rollout uid.
 
-        `from_copy` is ignored, as there are no copies of older weights (`keep_weights`).
+        It does what `Learner.score` does; dropout is off. `from_copy` is ignored, as there are no copies of older
+        weights (`keep_weights`).
         """
         model, accelerator = self[role], self._trainer.accelerator
         with without_dropout(model), accelerator.autocast():
@@ -101,11 +102,11 @@ class Writers:
         """Keep the user's engines; no other engine is made yet."""
         self._config = config
         self._engines = dict(engines)
-        # Whether one engine may draft for the other: by the settings, or because both are the user's.
+        # Whether one engine may draft for the other: by the settings, or because the user has given both engines.
         self._may_draft = config.draft is not None or len(engines) == 2
         self._held_steps: dict[Role, int] = {}  # optimizer steps that the weights in each engine have taken
         self._checks: dict[Role, EngineCheck] = {}  # each is made at its first use (`_check`)
-        self._names = BatchNames()  # of generation batches; the uids of their rollouts begin with them
+        self._names = BatchNames()  # names of generation batches, with which the uids of their rollouts begin
         self.iteration = 0  # number of the newest generation batch for training, from 1
         self.by_policy: list[bool] = []  # whether the policy generates, for each completion of that batch
 
@@ -136,7 +137,7 @@ class Writers:
         roles: list[Role] = ["policy"] * len(prompts)
         if trainer.model.training:
             micro_batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps
-            past_batches = math.ceil(micro_batches / trainer.args.steps_per_generation)  # used up by past steps
+            past_batches = math.ceil(micro_batches / trainer.args.steps_per_generation)  # that past steps used up
             self.iteration = past_batches + batch_index + 1
             roles = self._assign(batch_name, len(prompts), trainer)
             self.by_policy = [role == "policy" for role in roles]

@@ -17,7 +17,7 @@ from jackpot.core.statistics import Estimate, student_t
 from jackpot.models.cost import forward_cost
 from jackpot.models.drafts import MOST_DRAFTS, tokens_per_verification
 
-GROUPS = 20  # groups of prompts; the jackknife leaves out one group at a time for a standard error
+GROUPS = 20  # number of groups of prompts; for standard errors, the jackknife leaves out one group at a time
 # Names of the sums over tokens, in their order in a tensor, with the symbols of docs/replay.md, which defines them.
 COLUMNS = (
     "tokens",  # number of sampled tokens
@@ -26,13 +26,14 @@ COLUMNS = (
     "wrong",  # F_s (next line) times the total variation that the correction leaves
     "trained",  # F_s, the mean of F over all tokens that the sampler could have sampled in the state
     # max(0, h / E h - R): by how much a state has too much weight, where the policy visits it less often than the
-    # sampler. h is its weight under the correction, and R the policy's probability of the state over the sampler's.
+    # sampler. h is the state's weight under the correction, R the policy's probability of the state over the sampler's.
     "elsewhere",
     "overlap",  # Z at lam = 1: the probability that a draft is accepted
 )
 TOKENS, OVERLAP = COLUMNS.index("tokens"), COLUMNS.index("overlap")  # indices of two of these sums
-LEAST_WORTH = 0.3  # least effective share of tokens of any recommended correction, and least worth of the best one
-TIE_SHARE = 0.95  # share of the greatest worth that counts as a tie
+# A correction is recommended only if its effective share of tokens, and the best one's worth, are at least this.
+LEAST_WORTH = 0.3
+TIE_SHARE = 0.95  # a correction ties with the best one if it is worth at least this share of the best one's worth
 TIE_ERRORS = 2.0  # standard errors of a difference within which two corrections tie
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # compared shares of the rollout model in the rollouts
 _SIMPLICITY = {  # rank by name, or by name and setting `proximal`: simple corrections with small weights first
@@ -57,7 +58,7 @@ class Worth(NamedTuple):
     pushes the other way.
     """
 
-    effective: Tensor  # effective sample size as a share of the tokens: (E F)^2 / E F^2
+    effective: Tensor  # effective sample size as a share of the tokens: (E F)^2 / E F^2, with F as in COLUMNS
     gap: Tensor  # mean over states of the total variation that the correction leaves
     elsewhere: Tensor  # excess weight of states that the policy visits less often, as a share of all states' weight
 
@@ -90,14 +91,15 @@ def worth_of(sums: Tensor, fraction: float | Tensor = 1.0) -> Worth:
     tokens, factor, square, wrong, trained, elsewhere, _ = sums.unbind(-1)
     mean_factor, mean_square = factor / tokens, square / tokens
 
-    # Means over all tokens of the mixture: of the factor, and below (`noise`) of its square.
+    # Means over all tokens of the mixture: of the factor, and below (`noise`) of its square. `weight_share` is the
+    # share of the rollout model's tokens in the sum of all factors.
     total = fraction * mean_factor + 1.0 - fraction
-    weight_share = fraction * mean_factor / torch.where(total > 0, total, 1.0)  # on the rollout model's tokens
+    weight_share = fraction * mean_factor / torch.where(total > 0, total, 1.0)
     noise = fraction * mean_square + 1.0 - fraction
 
     return Worth(
         effective=torch.where(noise > 0, total.square() / noise, 0.0),
-        # The mean total variation over states, weighted by F_s; 1, the largest, where the correction drops every token.
+        # The mean total variation over states, weighted by F_s of COLUMNS; 1, the largest, if all tokens are dropped.
         gap=weight_share * torch.where(trained > 0, wrong / trained, 1.0),
         elsewhere=weight_share * elsewhere / tokens,
     )
@@ -212,7 +214,7 @@ def choose(candidates: Sequence[JudgedCorrection]) -> JudgedCorrection | None:
 
 
 class Costs(NamedTuple):
-    """The costs of a token for the rollout model, as shares of its costs for the policy."""
+    """The costs of a token of the rollout model, each divided by the same cost of a token of the policy."""
 
     flops: float
     weights: float  # number of weights read in a forward pass, which decides how long decoding a small batch takes
@@ -235,10 +237,10 @@ class Generation(NamedTuple):
     label: str
     share: float  # share of the rollouts that the rollout model generates
     drafts: int  # drafts before each pass of the policy; 0: none
-    worth: Estimate  # how many rollouts of the policy's own make as much progress as one rollout
-    flops: Estimate  # cost in FLOPs
-    flops_any_state: Estimate  # cost in FLOPs if every state counts as visited by the policy
-    weights: Estimate  # cost in readings of the weights
+    worth: Estimate  # how many rollouts of the policy's own make as much progress as one that is generated this way
+    flops: Estimate  # cost in FLOPs, relative to a rollout of the policy's own
+    flops_any_state: Estimate  # the same cost if every state counts as visited by the policy
+    weights: Estimate  # cost in readings of the weights, relative to a rollout of the policy's own
 
 
 def mixed_generation(share: float, groups: Tensor, costs: Costs) -> Generation:
@@ -277,7 +279,7 @@ def drafted_generation(groups: Tensor, costs: Costs) -> Generation:
     def per_token(cost: float, drafts: int) -> Estimate:
         """Divide the cost of a pass with its drafts by the number of tokens that the pass gives.
 
-        alpha is the mean of Z over tokens: the sum `overlap` over the number of tokens.
+        The number follows from alpha, the mean of Z over tokens: the sum `overlap` over the number of tokens.
         """
         return estimate(
             lambda sums: cost / tokens_per_verification(sums[..., OVERLAP] / sums[..., TOKENS], drafts),
@@ -439,7 +441,7 @@ def _use_text(chosen: JudgedCorrection, candidates: Sequence[JudgedCorrection]) 
     corrected = [rival for rival in rivals if rival.advisable and rival.kind != "none"]
     best = sorted(corrected, key=lambda rival: rival.worth.value, reverse=True)[:1]
     worths = [f"{rival.label} {rival.worth.value:.2f}" for rival in (*none, *best)]
-    if best and best[0].worth.value > chosen.worth.value:  # `choose` took a simpler one, whose worth ties
+    if best and best[0].worth.value > chosen.worth.value:  # `choose` took a simpler correction, whose worth ties
         worths[-1] += ", a tie"
     if worths:
         text += f"; {', '.join(worths)}"
@@ -471,7 +473,7 @@ def _too_far_lines(best: JudgedCorrection) -> dict[str, str]:
 
 
 def _known_text(chosen: JudgedCorrection) -> str:
-    """Return text on how total variation was found where not all distributions are known; "" from 99 % of them on.
+    """Return text on how total variation was found if some distributions are unknown; "" if at least 99 % are known.
 
     It follows the sentence that ends in the total variation before the correction.
     """
@@ -494,7 +496,7 @@ def _generation_lines(generation: Sequence[Generation]) -> dict[str, str]:
         share = f"{any_state.flops_any_state.value:.0%}"
         text += f". If prefixes that the policy reaches less often counted fully: {_instruction(any_state)}, {share}"
 
-    drafts = generation[-1]  # speculative decoding is the last way, as `judge` lists them
+    drafts = generation[-1]  # `judge` lists speculative decoding as the last way to generate
     costs = {"weight reads": drafts.weights.value - 1.0, "FLOPs": drafts.flops.value - 1.0}
     changes = [f"{abs(change):.0%} {'more' if change > 0 else 'fewer'} {name}" for name, change in costs.items()]
     drafting = f"speculative decoding takes {' and '.join(changes)}, without bias"

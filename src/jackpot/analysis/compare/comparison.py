@@ -27,7 +27,7 @@ class Difference:
     spread: Sample  # the difference of every seed
     higher: int  # number of seeds on which the arm is above the baseline
     lower: int  # number of seeds on which the arm is below the baseline
-    noise: float | None  # standard error of the mean from the choice of evaluation problems alone; None: unknown
+    noise: float | None  # standard error of the mean difference by the choice of problems alone; None: unknown
 
     @property
     def error(self) -> float | None:

@@ -91,7 +91,7 @@ def diagnose(
     findings = tuple(by_metric.values())
 
     summary = _unhealthy(findings) if findings else _no_finding(history, len(looked_at), explained)
-    # With quantized training, layers that the engine computes differently are named, if no finding names them.
+    # With quantized training, name the layers that engine and training compute differently, if no finding does.
     if config.trained_quantization and (layers := history.computed_differently()) and layers not in summary:
         summary += f" Engine and training are not in one flow, as precision {config.precision} asks{layers}."
 
@@ -135,7 +135,7 @@ def _judge(rule: Rule, history: MetricHistory) -> _Judgement:
     if low == -math.inf and high == math.inf:
         return _Judgement(unseen="for its limit does not apply")
 
-    # Go back from the newest window of values to the last window within the limits, or whose value settings explain.
+    # Go back from the newest window of values until one has a value within the limits, or one that settings explain.
     window = history.window(values)
     beyond: list[tuple[int, float]] = []  # (iteration, value), newest first
     explained = ""

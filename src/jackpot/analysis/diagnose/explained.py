@@ -93,7 +93,7 @@ def by_capped_weights(config: Config, value: float) -> str:
 
 
 def by_truncation(config: Config, value: float) -> str:
-    """Explain why probabilities of the engine exceed those of training: top-p or top-k cut other tokens off."""
+    """Explain why the engine's probabilities exceed training's: they are renormalized after top-p or top-k."""
     sampling = config.sampling
     return f"sampling.top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.truncated else ""
 
@@ -107,12 +107,12 @@ def by_unused_z(config: Config, value: float) -> str:
 
 
 def by_weights_of_rollout_model(config: Config, value: float) -> str:
-    """Explain why the rollout model's weights do not average to 1: its correction, old rollouts, or top-p and top-k.
+    """Explain why weights in the rollout model's loss do not average to 1: correction, old rollouts, top-p or top-k.
 
     The result names the first of the three that applies; "" if none does.
     """
     correction = config.rollout_model.correction if config.rollout_model else None
-    # Its weights are not made to average to 1, or all are capped at 1 or less.
+    # The correction's weights are not made to average to 1, or all are capped at 1 or less.
     if correction and (correction.name in _NOT_A_RATIO or getattr(correction, "cap", math.inf) <= 1.0):
         return f"rollout_model.correction={correction.name}"
     # With `batch.ahead` older weights have generated the rollouts; top-p and top-k cut some tokens off.
@@ -125,9 +125,9 @@ def by_filter(config: Config, value: float) -> str:
 
 
 def by_single_responses(config: Config, value: float) -> str:
-    """Explain why most groups are all right, or all wrong: each group has one response.
+    """Explain why in most groups all responses are right, or all are wrong: each group has one response.
 
-    `value` is the share of these groups; that all groups are so (1.0) is not explained.
+    `value` is the share of groups that are all right, or all wrong. A share of 1.0 is not explained.
     """
     return "batch.group_size=1" if config.batch.group_size == 1 and value < 1.0 else ""
 

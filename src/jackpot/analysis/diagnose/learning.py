@@ -17,7 +17,7 @@ REWARDS = "reward/mean"
 LEAST_ITERATIONS = 30  # iterations after the learning rate's warm-up until a policy must have learned something
 LEAST_MOVE = 1e-5  # least learning rate x steps to learn anything: about the distance that AdamW moves a weight
 LARGEST_ERROR = 0.04  # largest standard error of the difference of two accuracies that can show "learned nothing"
-LARGEST_ERROR_SHARE = 0.25  # the same limit as a share of the accuracy, for tasks of low accuracy
+LARGEST_ERROR_SHARE = 0.25  # LARGEST_ERROR as a share of the accuracy, the stricter limit in tasks of low accuracy
 RARE_REWARDS = 0.99  # largest healthy share of groups without a signal in a run that begins with many of them
 CUT_SHARE = 0.3  # largest healthy share of responses that are cut at the limit
 CHANCE_ERRORS = 2.0  # standard errors beyond which a difference is not by chance
@@ -95,7 +95,7 @@ def unlearning_limit(metric: str, *, at_once: bool) -> RunLimit:
         best = max(levels[:-1])  # of all levels but the newest, by the mean, a level's first field
         if metric == REWARDS and best.mean <= 0.0:  # half of a negative reward is no limit
             return None
-        # As CHANCE_ERRORS, but for the best of several levels (Bonferroni).
+        # Standard errors beyond which the best of several levels is not above the first by chance (Bonferroni).
         errors_of_best = NormalDist().inv_cdf(1.0 - _ONE_TAIL / (len(levels) - 1))
         never_rose = best.mean <= first.mean + errors_of_best * _difference_error(first, best)
         # With `at_once` the limit is only for runs that never rose, without it only for those that did.
@@ -199,9 +199,9 @@ def unlearning_limit_if_rewards_rose(metric: str, *, at_once: bool) -> RunLimit:
 
 
 def equal_rewards_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit that the spread of the mean rewards falls below, if no iteration's differs from another's.
+    """Return a low limit of the spread of the iterations' mean rewards if all of these are equal; else None.
 
-    It is just above 0, the spread of equal rewards. None where they differ.
+    The limit is just above 0, so that the spread of equal rewards, 0, is below it.
     """
     return math.ulp(1.0) if max(values) == min(values) else None
 
@@ -227,10 +227,10 @@ def cut_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def swapped_models_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return the policy's first accuracy as a limit of the rollout model's accuracy, if the two models may be swapped.
+    """Return the policy's first accuracy as a limit of the rollout model's accuracy, if the two seem swapped.
 
-    The models may be swapped if the first accuracy of the rollout model is above that of the policy by more than
-    chance, and if a pass of the rollout model costs more FLOPs than one of the policy. Else the result is None.
+    The models seem swapped if the first accuracy of the rollout model is above that of the policy by more than
+    chance, and a pass of the rollout model costs more FLOPs than one of the policy. Else the result is None.
     """
     policy, rollout_model = (levels_of(history, f"eval/{role}_accuracy") for role in ("policy", "rollout_model"))
     rollout_model_is_better = policy and rollout_model and rollout_model[0].exceeds(policy[0])

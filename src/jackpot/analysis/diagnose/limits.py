@@ -13,16 +13,16 @@ from jackpot.config.engines import EngineConfig, is_quantized, unified_formats
 from jackpot.core.roles import Writer
 from jackpot.training.limits import LARGEST_GAPS, problems_of, two_errors
 
-LEAST_VALUES = 5  # fewest values of a metric whose median is judged
+LEAST_VALUES = 5  # fewest values that a metric needs for its median to be judged
 AVERAGED_ITERATIONS = 20  # number of iterations over which acceptance and Z are compared
 CHANCE_ERRORS = 4.0  # standard errors beyond which a difference is not by chance
-ROUNDING = 1e-6  # rounding of acceptance and Z in float32
+ROUNDING = 1e-6  # allowance for the rounding of acceptance and Z in float32
 LARGE_STEP_KL = 5e-3  # nats; mean KL(p_old || p_new) of a step above which some ratios are outside of a clip of 0.2
-SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) a tenth of the policy's mass at most is on unseen tokens
+SMALL_KL = 0.2  # nats; below this KL(policy || rollout model) at most 10 % of the policy's mass is on unsampled tokens
 QUANTIZED_GAP = 2e-2  # mean |p_engine - p_training| below which no correction mattered (docs/precision.md)
-PHASES = ("rollout", "score", "check", "train", "sync")  # phases that take about equally long in all iterations
-LEAST_DELAY = 5.0  # seconds beyond its median duration, from which on a phase is slow
-LEAST_DELAY_ITERATIONS = 3.0  # the same delay in durations of a median iteration; the longer of both delays counts
+PHASES = ("rollout", "score", "check", "train", "sync")  # phases, each of which takes about as long in every iteration
+LEAST_DELAY = 5.0  # seconds; a phase is slow if it took longer than its median duration by more than this
+LEAST_DELAY_ITERATIONS = 3.0  # the least delay in durations of a median iteration; the longer of the two counts
 SHORTEST_MEDIAN = 1e-3  # seconds; a phase's duration is divided by its median, or by this if the median is shorter
 
 _PREFIX_ESS = re.compile(r"mismatch/prefix_ess_at_(\d+)")
@@ -32,7 +32,7 @@ class MetricHistory:
     """The values of all metrics over a run, from metrics.jsonl, events.jsonl and saved rollouts.
 
     Four metrics are derived here:
-    - `mismatch/prefix_ess` is the effective sample size (ESS) of prefixes up to half the mean response length.
+    - `mismatch/prefix_ess` is the effective sample size (ESS) of prefixes' weights at half the mean response length.
     - `obrs/acceptance_error` is |acceptance - Z|, divided by what chance and the bounds of Z allow
       (`_add_acceptance_error`).
     - `seconds/slowest` is a delayed phase's duration over the phase's median, the largest so far (`_add_slowest`).
@@ -108,7 +108,7 @@ class MetricHistory:
 
         checks = [event for event in self._events if "allowed" in event]
         checks_of_model = [event for event in checks if event.get("model", model) == model]
-        # Without settings of its own, the engine of evaluations has those of the other, whose checks then count too.
+        # Without settings of its own, the engine of evaluations has those of the other engine, so all checks count.
         checks_of_equals = checks if self.config.evaluation.engine is None else []
         relevant = checks_of_model or checks_of_equals
         return relevant[-1]["allowed"] if relevant else gap_of_dtypes
@@ -138,14 +138,15 @@ class MetricHistory:
         return median(values[-self.window(values) :]) if values else 0.0
 
     def window(self, values: Sequence[float]) -> int:
-        """Return the number of `values` that a rule aggregates at a time: a tenth, but at least LEAST_VALUES."""
+        """Return how many of `values` a rule aggregates at a time: a tenth of them, but at least LEAST_VALUES."""
         return max(LEAST_VALUES, len(values) // 10)
 
 
 def _prefix_ess(line: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return `mismatch/prefix_ess` of an iteration: the effective sample size (ESS) of the first halves of responses.
+    """Return `mismatch/prefix_ess` of an iteration: the effective sample size (ESS) of weights of prefixes.
 
-    It is the ESS at the last measured position up to half the mean response length; {} without such a position.
+    The prefixes, whose weights are products of importance ratios, end at the last measured position up to half the mean
+    response length; {} without such a position.
     """
     middle = (line.get("response/tokens") or 0.0) / 2
     begins = {int(match[1]): name for name in line if (match := _PREFIX_ESS.match(name))}
@@ -171,11 +172,11 @@ def _add_acceptance_error(lines: list[dict[str, Any]]) -> None:
 
 
 def _add_slowest(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> None:
-    """Add the metric `seconds/slowest` to the lines: how many times its usual duration the slowest phase so far took.
+    """Add `seconds/slowest` to the lines: the largest ratio so far of a slow phase's duration to its median, or 1.
 
-    A phase, such as training, counts as slow in an iteration if it took LEAST_DELAY seconds and LEAST_DELAY_ITERATIONS
-    median iterations longer than its median, unless all phases were slow, as on a busy machine. The first iteration of
-    every start is left out, since it checks the engine thoroughly.
+    A phase, such as training, is slow in an iteration if it took longer than its median by more than LEAST_DELAY
+    seconds and LEAST_DELAY_ITERATIONS durations of a median iteration, unless all phases were slow, as on a busy
+    machine. The first iteration of every start is left out, since it checks the engine thoroughly.
     """
     starts = {event["iteration"] for event in events if event["event"] == "engine_check"} | {1}
     # Only iterations that trained: the line of iteration 0 is that of an evaluation.
@@ -355,7 +356,7 @@ def learns_alone_limit(history: MetricHistory, values: Values) -> float | None:
 
 
 def generation_batches_limit(history: MetricHistory, values: Values) -> float | None:
-    """Return a limit of the generation batches an iteration: one below the allowed number; None without filtering."""
+    """Return a limit of the batches generated in an iteration: the most allowed minus 1; None without filtering."""
     filtering = history.config.batch.filter_groups
     return filtering.max_num_gen_batches - 1 if filtering else None
 

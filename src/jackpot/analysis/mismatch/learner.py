@@ -30,8 +30,8 @@ from jackpot.rollout.engines.transformers.weights import ModelWeights
 class LearnerScores:
     """The scores that the learner gives to one response, from its distribution q of each next token.
 
-    An engine that scores single tokens gives `log_probs` alone, and the other fields are None. Log-probs and entropy
-    are in nats.
+    A learner whose engine scores single tokens only has `log_probs` alone, and its other fields are None. Log-probs and
+    entropy are in nats.
     """
 
     log_probs: Tensor  # [T] log q of the response's tokens

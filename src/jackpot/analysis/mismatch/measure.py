@@ -61,10 +61,10 @@ class MismatchNumbers:
     gap: Estimate  # mean |p - q|
     response_max_gap: Estimate  # mean over responses of their largest gap
     response_mean_gap: Estimate  # mean over responses of their mean gap
-    high: int  # responses whose largest gap is above HIGH_GAP
+    high: int  # number of responses whose largest gap is above HIGH_GAP
     log_gap: Estimate  # mean |log p - log q|, nats
     other_token: Estimate | None  # share of tokens where p and q are greatest at different tokens; None: unknown
-    other_experts: Estimate | None  # share of tokens that get different experts in both, in any layer; None: unknown
+    other_experts: Estimate | None  # share of tokens with other experts in the learner, in any layer; None: unknown
     k1: Estimate  # mean of log p/q: KL(sampler || learner), noisy, can be below 0
     k3: Estimate  # mean of q/p - 1 - log q/p: the same KL, never below 0
     kl: tuple[Estimate, Estimate] | None  # lower and upper bound of KL(sampler || learner); None if unknown
@@ -75,7 +75,7 @@ class MismatchNumbers:
     above: float  # share of tokens with q/p above FAR
     below: float  # share of tokens with q/p below 1 / FAR
     support: Estimate | None  # the learner's mass on a truncated sampler's support; None without truncation
-    bands: dict[str, tuple[TokenBand, ...]]  # by kind: length, position, and entropy of the learner if it is known
+    bands: dict[str, tuple[TokenBand, ...]]  # by kind: length, position, and the learner's entropy if that is known
     each: tuple[ResponseGap, ...]  # gaps of every response
     drawn: tuple[tuple[float, float], ...]  # (p, q) of tokens spread evenly over all, at most DRAWN_TOKENS
 

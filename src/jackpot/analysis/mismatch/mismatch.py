@@ -239,7 +239,9 @@ def _learner_scores(
 
 
 def _read_again(scores: SamplerScores, second_pass: LearnerScores, reread: bool) -> SamplerScores:
-    """Add to a response's scores what the sampler's second pass found: experts, and on request other log-probs.
+    """Add to a response's scores the experts, and on request the log-probs, of the sampler's second pass.
+
+    In this pass the sampler reads the whole response in one forward pass.
 
     Args:
         scores: the sampler's scores from sampling.

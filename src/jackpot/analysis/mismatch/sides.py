@@ -57,8 +57,8 @@ def mismatch_config(
         sampling = run.sampling.model_dump(exclude={"num_top_log_probs"})
         settings = {"task": run.task.model_dump(), "sampling": sampling, "device": run.device}
 
-    # The user's changes over the defaults: of learners over the first default, which for a run is the policy. Without
-    # learners of the user, every default learner is compared.
+    # Lay the user's changes over the defaults. Those of a learner are laid over the first default learner, for a run
+    # the policy. If the user gives no learner, every default learner is compared.
     settings = lay(settings, changes)
     settings["samplers"] = tuple(_side("sampler", sampler, side) for side in samplers or [()])  # (): no changes
     settings["learners"] = tuple(
@@ -139,7 +139,7 @@ def _settings_name(side: SideConfig) -> str:
             side.autocast and f"autocast {side.autocast}",
             f"temperature {side.temperature:g}" if side.temperature else None,
         ]
-    return " ".join(filter(None, words))  # without those that are None
+    return " ".join(filter(None, words))  # without the words that are None
 
 
 def verdict(sampler: SideConfig, learner: LearnerConfig, device: str, sampling: Sampling, mean_gap: float) -> str:

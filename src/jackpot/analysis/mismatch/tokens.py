@@ -45,7 +45,7 @@ class TokenMismatch:
     log_ratio: Tensor  # log q/p
     kl: tuple[Tensor, Tensor] | None
     variation: tuple[Tensor, Tensor] | None
-    is_exact: bool  # whether the bounds are equal
+    is_exact: bool  # whether the two bounds are equal, of `kl` and of `variation`
     support: Tensor | None  # the learner's mass on tokens that the sampler can draw; None without truncation
     entropy: Tensor | None  # entropy of the learner, or of the sampler where only that is known
     other_token: Tensor | None = None  # 1 where the most probable token differs; None where one side is unknown
@@ -53,7 +53,7 @@ class TokenMismatch:
 
     @property
     def gap(self) -> Tensor:
-        """Return |p - q|, [N]."""
+        """Return |p - q|, [N], of the sampler's probability p and the learner's probability q of each sampled token."""
         return (self.sampler - self.learner).abs()
 
 
@@ -162,7 +162,7 @@ def _divergences(log_p: Tensor, log_q: Tensor, lowest: Tensor | None) -> tuple[t
     if lowest is None:
         return (kl, kl), (variation, variation)
 
-    # The tail: its probabilities, and the bounds of the sum of its terms.
+    # The probabilities m_p and m_q of the tail, all tokens but the K, and the bounds of the sum of the tail's KL terms.
     m_p, m_q = ((1.0 - mass.sum(-1)).clamp(min=0.0) for mass in (p, q))
     is_known = (m_p > _SMALLEST_MASS) & (m_q > _SMALLEST_MASS)
     tail_low = torch.where(is_known, m_p * (m_p / m_q).log() - m_p + m_q, 0.0).clamp(min=0.0)

@@ -31,7 +31,7 @@ class Gpu(NamedTuple):
     int8: float | None = None  # operations/s of dense matrix products in INT8; None: the GPU has none
 
 
-GPUS = {  # NVIDIA's data sheets, SXM where there is a choice; half of the numbers "with sparsity"
+GPUS = {  # from NVIDIA's data sheets: of the SXM card where there is one, and half of the FLOP/s "with sparsity"
     "4090": Gpu(165.2e12, 82.6e12, 1.008e12, 24e9, fp8=330.3e12, int8=660.6e12),
     "A6000": Gpu(154.8e12, 38.7e12, 768e9, 48e9, int8=309.7e12),
     "A100": Gpu(312e12, 19.5e12, 2.039e12, 80e9, int8=624e12),
@@ -109,18 +109,18 @@ class Lengths:
         if self.mean >= self.limit * (1 - 1e-6):  # equal to the limit but for rounding
             return math.inf
 
-        # Bisection between `low` and `high`: the mean with a limit, `_cut_mean`, rises with s.
+        # Bisection for s between `low` and `high`: the mean length with the limit, `_cut_mean`, rises with s.
         low, high = self.mean, self.mean
         while _cut_mean(high, self.limit) < self.mean:
             high *= 2
-        for _ in range(60):  # halvings, beyond the precision of a float
+        for _ in range(60):  # halvings of the interval, beyond the precision of a float
             middle = (low + high) / 2
             low, high = (middle, high) if _cut_mean(middle, self.limit) < self.mean else (low, middle)
         return high
 
     @property
     def square(self) -> float:
-        """Return the mean squared length of responses, tokens^2: the integral of 2t exp(-t / scale) dt, 0 to limit."""
+        """Return the mean squared response length, tokens^2: the integral of 2t exp(-t / scale) dt from 0 to limit."""
         scale, limit = self.scale, self.limit
         if math.isinf(scale):
             return float(limit**2)
@@ -128,7 +128,7 @@ class Lengths:
 
     @property
     def response_pairs(self) -> float:
-        """Return the mean number of (query, key) pairs of attention in a sequence whose query is a response token."""
+        """Return the mean number of (query, key) pairs of attention in a sequence, of response tokens as queries."""
         return self.prompt * self.mean + self.square / 2
 
     @property
@@ -250,8 +250,8 @@ class EngineSpeed:
 
         The mean length of a response that is being generated is E[length^2] / (2 E[length]), averaged over time.
         """
-        length = lengths.prompt + lengths.square / (2 * lengths.mean)  # of prompt and unfinished response
-        cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)  # numbers for each token
+        length = lengths.prompt + lengths.square / (2 * lengths.mean)  # mean length of prompt and unfinished response
+        cache = self.model.cache + (self.drafts.model.cache if self.drafts else 0)  # numbers cached for each token
         room = self.cache_bytes / (cache * self.number_bytes * length)  # sequences that the cache has room for
         return max(1.0, min(sequences, self.max_num_seqs, room))
 
@@ -261,7 +261,7 @@ class EngineSpeed:
         A decoding step gives every sequence one token. With k drafts, k passes of the drafting model precede a pass of
         the engine's model, which reads k + 1 tokens; these passes together give several tokens and are scheduled once.
         """
-        # Quantization is faster than the same engine in bf16 by the factor `most_gain` at most.
+        # A quantized engine is faster than the same engine in bf16 by the factor `most_gain` at most.
         if self.most_gain:
             quantized = replace(self, most_gain=None)
             bf16 = replace(quantized, weight_bytes=2.0, linear=1.0).seconds(sequences, lengths, gpu, engines)
@@ -282,7 +282,7 @@ class EngineSpeed:
             tokens_read = self.drafts.tokens + 1
             tokens_given = tokens_per_verification(self.drafts.acceptance, self.drafts.tokens)
 
-        # Decoding: the longer of memory traffic (weights, then caches) and operations.
+        # Decoding takes the longer of two times: of memory traffic (weights, then caches), and of operations.
         traffic = steps * self.weight_bytes * sum(passes * model.parameters for model, passes in models)
         traffic += pairs * self.number_bytes * sum(passes * model.cache for model, passes in models)
         flops = tokens * sum(self.linear * model.body + model.head for model, _ in models)

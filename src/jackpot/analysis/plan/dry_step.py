@@ -126,8 +126,8 @@ def dry_step(config: Config, shape: MicroBatchShape) -> int | None:
 def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
     """Make all models of training on the meta device, by role; untrained models are frozen.
 
-    Only with `device: cpu` are norms, gates and rotations fused. With another setting the run may be on a GPU, where
-    models are not fused and keep more for backward.
+    Only with `device: cpu` are norms, gates and rotary embeddings fused. With another setting the run may be on a
+    GPU, where models are not fused and keep more for backward.
     """
     # A model without an optimizer in its settings, such as the reference, is frozen.
     models: dict[str, PreTrainedModel] = {}
@@ -136,7 +136,7 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
         prepare(config, name, models[name], on_cpu=config.device == "cpu")
         if getattr(getattr(config, name, None), "optimizer", None) is None:
             models[name].requires_grad_(False)
-    cut_heads(models, run_rows(config, config.model_paths()))  # all output layers get the rows of the shortest
+    cut_heads(models, run_rows(config, config.model_paths()))  # all output layers get as many rows as the shortest has
     return models
 
 
@@ -186,8 +186,8 @@ def _train(
         reference_kl = _reference_kl(config, models, shape, hidden[0])
 
     trains_both = config.rollout_model is not None and config.rollout_model.optimizer is not None
-    # As in training, where `GradientSplit` separates the gradients of the rollout model's two losses; it is built here
-    # for the memory that it takes. `values[2]` are the rollout model's log-probs, all that this model's PPO loss reads.
+    # In training `GradientSplit` separates the gradients of the rollout model's two losses; it is built here too, for
+    # the memory that it takes. `values[2]` are the rollout model's log-probs, all that this model's PPO loss reads.
     split = GradientSplit(values[2].sum(), hidden[1]) if trains_both else None
     # The sum of all outputs stands for the loss: its gradient reaches everything that the loss reads.
     sum((value.sum() for value in (*values, *reference_kl)), start=torch.zeros(())).backward()
@@ -223,7 +223,7 @@ def _reference_kl(
     with torch.no_grad():
         hidden = _read(models["reference"], shape)
         if settings.kl_loss_type != "exact":
-            _head(config, [models["reference"]], [hidden])  # for its memory: training reads the log-probs
+            _head(config, [models["reference"]], [hidden])  # run to count its memory: training reads the log-probs
             return ()
     # The last output for two models is KL(second || first), here KL(policy || reference).
     return _head(config, [models["reference"], models["policy"]], [hidden, policy_hidden])[-1:]

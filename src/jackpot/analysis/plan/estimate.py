@@ -57,7 +57,7 @@ from jackpot.models.cost import cached_numbers, forward_cost, head_cost
 from jackpot.models.drafts import tokens_per_verification
 from jackpot.rollout.tasks.benchmarks import BENCHMARKS
 
-DRAFTED = 4  # drafts a pass, assumed for `engine.draft.tokens: auto`
+DRAFTED = 4  # drafts before each pass, assumed for `engine.draft.tokens: auto`
 ENGINES_SHARE = 0.9  # share of a GPU's memory that engines take if no learner is on it: vLLM's own default
 AT_ONCE = 4  # batches that engines generate at once if rollouts are made ahead of training, as with batch.ahead = 7
 LARGE = 100_000_000  # least number of parameters of all models at which a plan shows GPUs and hours
@@ -89,7 +89,7 @@ class CostEstimate(NamedTuple):
     rows: list[MachineEstimate]  # for each of SHOWN_KINDS on each of SHOWN_COUNTS
     stated: MachineEstimate  # estimate on the GPUs that were asked about or that the recipe names, else on one H100
     this_machine: list[MachineEstimate]  # on the GPUs of this machine; empty without GPUs of a known kind
-    fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not on the most that are tried
+    fewest: dict[str, int]  # fewest GPUs of each kind on which the run fits; 0: not even on the most that are tried
     flops: FlopShares
 
 
@@ -142,7 +142,7 @@ def gpus_here() -> GpusConfig | None:
 
 
 def without_learner(needs: Mapping[str, EngineNeeds]) -> dict[str, EngineNeeds]:
-    """Return the needs of engines if no learner is on their GPUs, so that vLLM engines can take more of the memory.
+    """Return engines' needs of memory if no learner is on their GPUs, so that vLLM engines can take more of it.
 
     The shares of a GPU's memory that vLLM engines take are scaled so that they sum to `ENGINES_SHARE`.
     """
@@ -186,10 +186,10 @@ class ShareHours:
         )
 
     def at(self, share: float, drafts: Drafts | None = None) -> Hours:
-        """Return the hours if the rollout model generates `share` of each batch, and the policy the rest; both train.
+        """Return the hours if the rollout model generates `share` of each batch, and the policy the rest.
 
-        With `drafts`, the rollout model drafts for the policy. The weights of every model that generates or drafts are
-        sent to its engine.
+        Both models are trained. With `drafts`, the rollout model drafts for the policy. The hours of sending weights
+        count each model that generates or drafts.
         """
         by_rollout_model = self.run(self.work, self.rollout_model, [*self.costs.values()])
         sending = by_rollout_model.sending if share > 0.0 or drafts else 0.0
@@ -211,7 +211,7 @@ class Estimator:
     def __init__(
         self, config: Config, sizes: Mapping[Role, ModelSize], prompts: PromptLengths, response: float | None = None
     ) -> None:
-        """Compute lengths, costs of the models, blocks that are gathered, and needs of the engines.
+        """Compute the lengths of sequences, costs of models, blocks that GPUs gather, and memory needs of engines.
 
         `response` is the mean length of a response, tokens; None: `mean_response` assumes it from the limit.
         """
@@ -286,23 +286,24 @@ class Estimator:
         # A parameter takes 4 bytes as a weight and, if it is trained, 12 more for gradient and moments.
         fewest_training = math.ceil(sum(4 * model.parameters + 12 * model.trained for model in trained) / gpu.memory)
 
-        # Every split of the GPUs into some that generate, AT_ONCE batches together, and others that train. The learner
+        # Every split of the GPUs is tried: some generate, AT_ONCE batches together, and the others train. The learner
         # waits if generating takes longer than training.
         estimates: list[Hours] = []
         for generating in range(1, count - fewest_training + 1):
             if not degree(needs["engine"], gpu, generating):  # 0: the engine does not fit on so few GPUs
                 continue
 
-            # On the GPUs that train: all hours but those of generation.
-            on_learner = self.shares(gpu, count - generating, needs)  # its field `rollout_model`: the engine of `needs`
+            # On the GPUs that train: all hours but those of generation. The field `rollout_model` of what `shares`
+            # returns is the engine of `needs`, whichever model it holds.
+            on_learner = self.shares(gpu, count - generating, needs)
             learner = on_learner.run(on_learner.work, on_learner.rollout_model, trained)._replace(evaluating=evaluating)
 
-            # On the GPUs that generate: AT_ONCE batches at once, by the engine of `needs`, whichever model it holds.
+            # On the GPUs that generate: AT_ONCE batches at once, by the engine of `needs`.
             on_engines = self.shares(gpu, generating, needs)
             batches = replace(on_engines.work, sequences=AT_ONCE * on_engines.work.sequences)
             for drafts in drafts_tried:
                 speed = replace(on_engines.rollout_model, drafts=drafts)
-                # Over AT_ONCE, since `run` takes `batches` for those of one iteration.
+                # Divided by AT_ONCE, since `run` takes `batches` for the work of one iteration.
                 generation = on_engines.run(batches, speed, ()).generation / AT_ONCE
                 estimates.append(learner._replace(generation=max(0.0, generation - learner.training)))
         return min(estimates, key=lambda hours: hours.all, default=None)
@@ -356,7 +357,7 @@ class Estimator:
             (model.share_at(iteration), config.uses_rollout_model(iteration)) for iteration in range(1, count + 1)
         )
         policy_alone = [self._costs["policy"]]
-        weighted: list[list[float]] = []  # hours by activity of each kind of iteration, times its share
+        weighted: list[list[float]] = []  # for each kind of iteration, hours by activity times the kind's share
         for (share, is_used), times in iterations_alike.items():
             if is_used:
                 hours = shares.at(share, self.drafts)
@@ -390,7 +391,8 @@ class Estimator:
         Args:
             gpu: data sheet of the GPUs.
             count: number of GPUs.
-            needs: memory that each engine needs, by `engine` and `evaluation.engine`; None: as beside a learner.
+            needs: the engines' needs of memory, by the keys `engine` and `evaluation.engine`; None: those of engines
+                that share their GPUs with a learner.
         """
         needs = needs or self.needs
         # The policy's engine in a run without a rollout model; `policy_beside` is the one beside that model's engine.
@@ -461,7 +463,7 @@ def _peak(dtype: str, gpu: Gpu) -> float:
 def _engine_linear(settings: EngineConfig, gpu: Gpu) -> float:
     """Return the time of a FLOP in an engine's linear layers, relative to that of a FLOP in its other layers.
 
-    It is below 1 where the GPU multiplies in FP8, or in INT8, which a transformers engine does not do.
+    It is below 1 where the engine multiplies in FP8 or INT8; an engine of transformers never multiplies in INT8.
     """
     in_int8 = settings.quantization == "int8_w8a8" and not isinstance(settings, TransformersEngineConfig)
     fast = gpu.fp8 if settings.quantization == "fp8" else gpu.int8 if in_int8 else None
@@ -483,9 +485,9 @@ def extra_passes(config: Config) -> float:
     the factor of OBRS that scales estimates of Z to the mean acceptance.
     """
     steps, objective, correction = config.batch.steps_per_iteration, config.objective, config.objective.correction
-    # The anchors give kappa where the correction's target is the policy before the first step (`old`).
+    # The anchors, log-probs of the policy before the first step, give kappa if the correction's target is that policy.
     anchors_give_kappa = steps > 1 and getattr(correction, "target", "old") == "old"
-    # With a regularized loss `kappa: auto` takes the pass of `kappa: prepass`.
+    # With a regularized loss, `kappa: auto` needs the same forward pass as `kappa: prepass`.
     is_regularized = objective.entropy_coeff > 0.0 or bool(objective.reference and objective.reference.kl_loss_coef)
     beforehand = ("prepass", "auto") if is_regularized else ("prepass",)
     needs_pass = getattr(correction, "kappa", "none") in beforehand and not anchors_give_kappa
