@@ -281,7 +281,7 @@ class Histogram(Metric):
 
 _BINS = 2048
 _SCALE, _LIMIT = 1e-4, 40.0
-_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # distance of two edges of bins, in the numbers u of `Histogram`
+_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # width of a bin, in the numbers u of `Histogram`
 
 Kind = TypeVar("Kind", bound=Metric)
 # Metrics by their names.

@@ -85,7 +85,7 @@ class CodedProduct(torch.autograd.Function):
                 grad_weight = grad.T @ dequantize(rows, grad.dtype)
 
         grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_dtype)
-        return grad_inputs, grad_weight, None, None, None  # none for rows, grid and backward
+        return grad_inputs, grad_weight, None, None, None  # no gradients for rows, grid and backward
 
 
 class CodedLinear(nn.Linear):

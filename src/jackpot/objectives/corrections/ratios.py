@@ -74,7 +74,7 @@ def ipo(log_ratio: Tensor, rollout_log_probs: Tensor, target_log_probs: Tensor, 
 
     Mask and ratio are those of prime-rl's `ipo_loss_fn` (559b447, src/prime_rl/trainer/rl/loss.py), which caps no
     weight and counts rejected tokens in its denominator. The default of max_tv is prime-rl's `eps` since pull request
-    3586; its KL to the sampler, off since then, is left out. The target is the current policy by default, as there.
+    3586; its KL to the sampler, off since then, is left out. The default target is the current policy, as in prime-rl.
 
     Unlike `dppo`, it ignores the sign of the advantage: a token whose probability the policy has moved far is not moved
     back either. Biased towards tokens on which both models agree. A token that both models find less likely than max_tv
