@@ -9,7 +9,7 @@ from math import acos, cos, isfinite, pi, sqrt, tan
 from statistics import NormalDist, fmean, stdev
 from typing import TypeVar
 
-CONFIDENCE = 0.95  # coverage of the intervals
+CONFIDENCE = 0.95  # coverage of confidence intervals
 
 Key = TypeVar("Key", bound=Hashable)
 

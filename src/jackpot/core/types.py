@@ -197,7 +197,7 @@ class TokenBatch:
     advantages: Tensor  # [B, T] float32
     uniforms: Tensor  # [B, T] float64 in [0, 1), the random numbers of OBRS's acceptance mask
     top_ids: Tensor  # [B, T, K] int64, the engine's most probable tokens
-    top_log_probs: Tensor  # [B, T, K] float32, their log-probs
+    top_log_probs: Tensor  # [B, T, K] float32, log-probs of `top_ids`
     versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
     values: Tensor | None = None  # [B, T] float32, the critic's values before the first update; None: no critic

@@ -257,7 +257,7 @@ def _leaf(name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """Return a parameter's name without an adapter; where a layer has one, peft puts `base_layer` into the name."""
+    """Return the name that a parameter has without an adapter; where there is one, peft puts `base_layer` into it."""
     return name.replace(".base_layer.", ".")
 
 

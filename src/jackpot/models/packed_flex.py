@@ -19,7 +19,7 @@ from jackpot.core.types import PackedRow
 from jackpot.models.packed_row import pack_row
 
 BLOCK = 128  # tokens of a block
-_VARIANTS = 64  # most compiled kernels: they differ by window, number of heads, with gradient or not
+_VARIANTS = 64  # most kernels that are compiled: one for each window, number of heads, with gradient or not
 
 Flex = Callable[..., Tensor]  # a function with the arguments of torch's `flex_attention`
 

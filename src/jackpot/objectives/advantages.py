@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EQUAL_SPREAD = 1e-9  # largest difference of equal rewards, as a share of max(1, largest |reward|)
+EQUAL_SPREAD = 1e-9  # rewards that differ by at most this share of max(1, largest |reward|) count as equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

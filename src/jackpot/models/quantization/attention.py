@@ -137,4 +137,4 @@ def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> No
             f"{type(model).__name__} has an attention of its own ({model.config._attn_implementation}), which cannot "
             f"compute as the quantized engine's does; take precision fp32 or bf16, or a model such as Qwen or Llama"
         )
-    model.set_attn_implementation(_SDPA + _EXACT * exact + _FP8 * fp8_cache)  # the name under which it is registered
+    model.set_attn_implementation(_SDPA + _EXACT * exact + _FP8 * fp8_cache)  # the name of a registered function

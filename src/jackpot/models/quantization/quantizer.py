@@ -18,7 +18,7 @@ ScaleFormat = Literal["power_of_two", "float32"]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # largest |code|; -128 is not used, so that codes are symmetric
-_VARIANTS = 64  # most compiled kernels: they differ by grid, dtype, strides, with gradient or not
+_VARIANTS = 64  # most kernels that are compiled: one for each grid, dtype, strides, with gradient or not
 _SMALLEST = 1e-10  # the least max |x| that a block's scale is computed from, so that a block of zeros has codes of 0
 
 

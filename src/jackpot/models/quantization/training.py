@@ -235,8 +235,8 @@ def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _read_by(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose weights are rounded while `module` runs, as it may read them: itself, and all inside it.
 
-    A module that contains layers reads its own weights alone: where ranks share the weights, only one layer at a time
-    has them whole.
+    A module that contains layers reads its own weights alone: where weights are sharded over ranks, only one layer at a
+    time has its weights whole.
     """
     inside = list(module.modules())
     if any(isinstance(inner, GradientCheckpointingLayer) for inner in inside[1:]):

@@ -29,11 +29,11 @@ class CorrectionInputs:
 
     rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
     target_log_probs: Tensor  # log p_target, the distribution that the weights align to
-    proximal_log_probs: Tensor  # log-probs of the point that PPO's ratio is taken from
+    proximal_log_probs: Tensor  # log p_proximal, the point that PPO's ratio is taken from
     response_mask: Tensor  # bool, True where a model sampled the token, not a tool
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
     advantages: Tensor  # the policy's advantages; only corrections in `signed` read them, and only their signs
-    z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
+    z: obrs.ZEstimate  # Z, the mean acceptance of OBRS at each position, at the correction's lam
     lam: Tensor | None = None  # lam of each token, also in `z`, if a budget chooses it; None: the correction's lam
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
 
