@@ -88,7 +88,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
 
     Not compiled, the function runs a dozen kernels, which take longer than an FP8 product saves (H200, docs/gpu.md).
 
-    Status: never run on a GPU, its target; only a benchmark has compiled the same formula there.
+    Status: never run on its target (a GPU), where only a benchmark has compiled the same formula.
     """
     # Numbers of both signs in 3 x 5 blocks; the largest of a row grows from 1/4 to 4.
     sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
