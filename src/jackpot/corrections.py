@@ -94,7 +94,7 @@ def make_correction(correction: str | Formula | type[CorrectionFn], **settings: 
     """
     if not isinstance(correction, str):
         return _custom(correction, settings)
-    try:  # refuse a name that only papers use: the error ends with the settings to write, the text below adds where
+    try:  # refuse a name that only papers use; the error says what to write, and the text below adds where
         refuse_with_proximal(correction)
     except ValueError as error:
         raise ConfigError(f"{error} in a recipe, and the point as `proximal_log_probs` here") from None
@@ -272,7 +272,7 @@ def _inputs(
     """
     detached = {name: tensor.detach() for name, tensor in tensors.items()}
     rollout, target = detached["rollout_log_probs"], detached["target_log_probs"]
-    # A correction that reads no Z or no advantages gets ones or zeros in their place.
+    # A correction that reads no Z gets ones for it, and one that reads no advantages zeros.
     z = estimate or obrs.known_z(detached.get("z", torch.ones_like(rollout)))
     uniforms = detached.get("uniforms")
 

@@ -281,7 +281,7 @@ class Histogram(Metric):
 
 _BINS = 2048
 _SCALE, _LIMIT = 1e-4, 40.0
-_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # distance of two edges of bins, in the numbers u of `Histogram`
+_WIDTH = math.asinh(_LIMIT / _SCALE) / (_BINS // 2)  # width of a bin, in the numbers u of `Histogram`
 
 Kind = TypeVar("Kind", bound=Metric)
 # Metrics by their names.
@@ -400,7 +400,7 @@ class _Layout(NamedTuple, Generic[Kind]):
 
     classes: dict[str, type[Kind]]  # class of each metric, by the metric's name
     fields: list[tuple[str, int]]  # (a metric's name, index of a field in it) of every field, in the order of the row
-    sizes: list[int]  # how many numbers of the row are sums (with `_BINS` a histogram), maxima, and logs of sums
+    sizes: list[int]  # numbers of the row that are sums (`_BINS` for a histogram), maxima, and logs of sums
     histograms: int  # number of fields that are histograms
 
 
@@ -409,8 +409,8 @@ def _layout(sums: Mapping[str, Kind]) -> _Layout[Kind]:
 
     Only the metrics' names and classes decide, so that all ranks with the same metrics make the same plan.
     """
-    # A field is (name of its metric, index in the metric), and `how` its letter in `Metric.added_by`: "h" for counts of
-    # a histogram, "+" for a sum, "m" for a maximum, "l" for the log of a sum.
+    # A field is (name of its metric, index in the metric), and `how` is its letter in `Metric.added_by`: "h" for counts
+    # of a histogram, "+" for a sum, "m" for a maximum, "l" for the log of a sum.
     classes = {name: type(sums[name]) for name in sorted(sums)}
     all_fields = [(how, (name, index)) for name, cls in classes.items() for index, how in enumerate(cls.added_by)]
     by_how = {how: [field for added_by, field in all_fields if added_by == how] for how in _NOTHING}

@@ -37,7 +37,7 @@ def process_rank() -> ProcessRank:
         if 0 <= rank.rank < rank.size and 0 <= rank.local_rank < rank.local_size <= rank.size:
             return rank
     except (KeyError, ValueError):
-        pass  # missing variables and words are refused below, as contradictions are
+        pass  # a variable that is missing or no integer is refused below, as contradictions are
 
     settings = ", ".join(f"{name}={value}" for name, value in variables.items())
     raise ConfigError(

@@ -45,7 +45,7 @@ def part_like(source: Any, like: Tensor) -> Tensor:
         raise ValueError(f"it has the shape {shape}, {list(like.shape)} is wanted")
 
     slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    shard = source[slices].to(local(like).device, copy=True)  # a copy, which does not keep the file's memory
+    shard = source[slices].to(local(like).device, copy=True)  # a view would keep the whole source in memory
     if not is_sharded(like):
         return shard
 

@@ -9,7 +9,7 @@ from math import acos, cos, isfinite, pi, sqrt, tan
 from statistics import NormalDist, fmean, stdev
 from typing import TypeVar
 
-CONFIDENCE = 0.95  # coverage of the intervals
+CONFIDENCE = 0.95  # coverage of confidence intervals
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -80,7 +80,7 @@ def student_t(degrees: int) -> float:
     It is computed in closed form for 1, 2 and 4 degrees of freedom, else by its expansion in 1 / degrees (Abramowitz
     and Stegun 26.7.5).
     """
-    outside = sqrt(1.0 - CONFIDENCE**2)  # read by the closed forms for 2 and 4
+    outside = sqrt(1.0 - CONFIDENCE**2)  # read by the closed forms for 2 and 4 degrees
     if degrees == 1:
         return tan(0.5 * pi * CONFIDENCE)
     if degrees == 2:

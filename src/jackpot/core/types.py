@@ -22,8 +22,8 @@ class Version(NamedTuple):
     Example: Version(policy=8, rollout_model=8) after two iterations of four steps each.
     """
 
-    policy: int  # optimizer steps
-    rollout_model: int  # optimizer steps
+    policy: int  # optimizer steps that the policy has taken
+    rollout_model: int  # optimizer steps that the rollout model has taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Prompt:
     uid: str  # unique within a run; names the data set and the position in it
     text: str  # the problem as the task states it, before any chat template
     answer: str  # the reference that the task's reward compares with
-    token_ids: tuple[int, ...]  # [P] what the model reads
+    token_ids: tuple[int, ...]  # [P] the prompt as the model reads it
     other_answers: tuple[str, ...] = ()  # further references: a response that equals any of them is right
 
     @property
@@ -82,7 +82,7 @@ class Rollout:
     rollout_log_probs: Tensor  # [T] float32, of each token after temperature, top-p and top-k; 0 if it was not sampled
     sampled_mask: Tensor  # [T] bool, True where the model sampled the token, False where a tool or template inserted it
     top_ids: Tensor  # [T, K] int64, most probable first
-    top_log_probs: Tensor  # [T, K] float32, -inf for tokens that top-p or top-k leaves out, and if not sampled
+    top_log_probs: Tensor  # [T, K] float32, -inf where top-p or top-k leaves the token out, or nothing was sampled
     versions: Tensor  # [T, 2] int64, the Version of the weights that sampled each token
     sampled_by: Role | None = None  # the run's model that sampled the response; None outside of a run's batches
 
@@ -163,11 +163,11 @@ class PackedRow:
     predicting: Tensor  # [B, T] int64, the index of the token whose state predicts each response token; 0 where padded
     blocks: tuple[AttentionBlock, ...]
     block_queries: Tensor  # [sum of rows * queries] int64, indices of the blocks' queries; padding repeats the last one
-    block_keys: Tensor  # [sum of rows * keys] int64, indices of the blocks' keys, padded alike
-    block_positions: Tensor  # [sum of masks * queries] int64, column of the last key that each query attends to
+    block_keys: Tensor  # [sum of rows * keys] int64, indices of the blocks' keys; padding repeats the last one
+    block_positions: Tensor  # [sum of masks * queries] int64, last key that each query sees, as an index in its keys
     block_outputs: Tensor  # [S] int64, where each token stands in block_queries
     cu_queries: Tensor  # [sequences + 1] int32, cumulative lengths: where each sequence of queries ends in the row
-    cu_keys: Tensor  # [sequences + 1] int32, cumulative lengths: where its keys end in sequence_keys
+    cu_keys: Tensor  # [sequences + 1] int32, cumulative lengths: where the sequence's keys end in sequence_keys
     sequence_keys: Tensor  # [keys of all sequences] int64, indices of the keys of each sequence, one after the other
     longest: tuple[int, int]  # most queries and most keys of any sequence
 
@@ -197,7 +197,7 @@ class TokenBatch:
     advantages: Tensor  # [B, T] float32
     uniforms: Tensor  # [B, T] float64 in [0, 1), the random numbers of OBRS's acceptance mask
     top_ids: Tensor  # [B, T, K] int64, the engine's most probable tokens
-    top_log_probs: Tensor  # [B, T, K] float32, their log-probs
+    top_log_probs: Tensor  # [B, T, K] float32, log-probs of `top_ids`
     versions: Tensor  # [B, T, 2] int64, the Version of the weights that sampled each token
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
     values: Tensor | None = None  # [B, T] float32, the critic's values before the first update; None: no critic
@@ -221,4 +221,4 @@ class DecodedResponse(NamedTuple):
     text: str  # the response without special tokens
     finished: bool  # False where the response was cut at the length limit or aborted
     turns: tuple[str, ...] = ()  # the model's own text in each of its turns; a single one where no tool replies
-    last_turn_ended: bool = True  # False where the last turn was cut; True also where only the reply is missing
+    last_turn_ended: bool = True  # False where the last turn was cut; True also where only the tool's reply is missing

@@ -144,17 +144,17 @@ def make_components(
 
 
 def _exact_engines(config: Config, engine: Engine, policy_engine: Engine) -> list[Role]:
-    """Return the roles of the models whose rollouts are sampled from the distribution that the model has in training.
+    """Return the role of each model whose engine samples rollouts from the distribution that the model has in training.
 
     Raises:
         ConfigError: an engine returns fewer top log-probs than the settings ask for.
         EngineError: as `engine_is_exact`.
     """
     check_top_log_probs(config, engine.capabilities.num_top_log_probs)
-    generator: Role = "rollout_model" if config.rollout_model else "policy"  # the model of `engine`
+    generator: Role = "rollout_model" if config.rollout_model else "policy"  # the model that `engine` runs
     is_exact: dict[Role, bool] = {generator: engine_is_exact(config, engine.capabilities.quantized)}
 
-    if config.is_mixed:
+    if config.is_mixed:  # the policy generates rollouts too, by the engine of its evaluations
         check_top_log_probs(config, policy_engine.capabilities.num_top_log_probs)
         is_exact["policy"] = engine_is_exact(config, policy_engine.capabilities.quantized, config.evaluation.engine)
     return [role for role in is_exact if is_exact[role]]
@@ -221,7 +221,7 @@ def computed_differently(config: Config) -> list[list[str]]:
     Returns:
         For each layer its name, the engine's format and training's.
     """
-    is_quantized = config.trained_quantization is not None  # training quantizes as the engine does
+    is_quantized = config.trained_quantization is not None  # whether training quantizes, as the engine then does
     device = pick_device(config.device).type
     of_engines = [SideFormats.of(settings, device) for settings in config.writing_engines.values()]
     of_training = SideFormats(

@@ -79,7 +79,7 @@ def _check_rows(config: Config, specs: Mapping[str, EngineSpec]) -> None:
     Raises:
         EngineError: a server, or vLLM with a draft model, whose model has a longer output layer.
     """
-    for name, (settings, path, rows) in specs.items():  # `rows`: what all models of the run have
+    for name, (settings, path, rows) in specs.items():  # `rows`: how many token ids all models have
         own_rows = head_rows({name: path})
         drafts = config.draft is not None and isinstance(settings, VLLMEngineConfig)
         if own_rows > rows and (drafts or is_remote(settings)):  # any other engine draws from `rows` ids alone

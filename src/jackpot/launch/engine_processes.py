@@ -35,7 +35,7 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def engine_pool(config: Config, specs: Mapping[str, EngineSpec], device: torch.device, version: Version) -> EnginePool:
-    """Start the processes of `placement.engines`, or reach those that Ray has placed, and send them their weights.
+    """Start the processes of `placement.engines`, or reach those that Ray has placed; send weights, return the pool.
 
     Args:
         specs: the engines (`engine_specs`), with the paths of the models that the run continues with.
@@ -95,7 +95,7 @@ def engine_gpu(index: int, shares: bool) -> dict[str, str]:
     visible = os.environ.get(_GPUS)
     gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
     first = 0 if shares else process_rank().local_size  # ranks have the GPUs before that index
-    return {_GPUS: gpus[(first + index) % len(gpus)]}  # in turn, where there are too few
+    return {_GPUS: gpus[(first + index) % len(gpus)]}  # processes share GPUs in turn where there are too few
 
 
 def main() -> None:

@@ -45,10 +45,10 @@ def make_engine(
         EngineError, ModelError: the engine cannot be made, or not with this model.
     """
     if isinstance(settings, VLLMEngineConfig):
-        assert drafter is None or isinstance(drafter, VLLMEngine)  # Config has checked that both name one engine
+        assert drafter is None or isinstance(drafter, VLLMEngine)  # Config has checked that both engines are vLLM's
         return VLLMEngine(path, settings, device=device, version=version, drafter=drafter, rows=rows)
 
-    # An engine of servers reads the model's shapes, and sends its weights; it computes nothing with it.
+    # An engine of servers only reads the model's shapes and sends its weights, so this model stays on the CPU.
     model = load_model(path, DTYPES[settings.dtype], "cpu" if is_remote(settings) else device)
     end_tokens = eos_token_ids(model)
     if isinstance(settings, TransformersEngineConfig):

@@ -57,7 +57,7 @@ def _triton_reader(device: torch.device) -> TileReader:
         reader = import_module("jackpot.objectives.kernels.triton_reader").TRITON  # imports Triton
         logits = torch.zeros(2, BLOCK, device=device)
         tile = Tile(logits, bias=None, soft_cap=None, temperature=1.0, may_mask=False, is_raw=False, is_kept=False)
-        reader.read([tile], tops=False, moments=False)  # a trial: compiling the kernel needs more than the package
+        reader.read([tile], tops=False, moments=False)  # a trial, as compiling also needs a C compiler
         return reader
     except Exception as error:
         raise ConfigError(

@@ -197,7 +197,8 @@ def _joined(store: dist.Store, process: ProcessRank, run: Path, timeout: float, 
 
 
 def _build_leader(ranks: Ranks, config: Config, checkpoint: Checkpoint | None, exact: Collection[Role]) -> Learner:
-    """Have every rank build its learner, and return rank 0's, to lead; `exact`: `exact_engines` of `build_learner`."""
+    """Have every rank build its learner, and return that of rank 0, which leads the others.
+    `exact` is the argument `exact_engines` of `build_learner`."""
     folder = str(checkpoint.folder.resolve()) if checkpoint else None
     # What every other rank builds its learner from (`_build_follower`).
     command = {"config": config.model_dump_json(), "checkpoint": folder, "exact": list(exact)}

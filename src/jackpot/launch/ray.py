@@ -148,7 +148,7 @@ class EngineActor:
         if self._host is None:
             return
 
-        here: dict[str, Any] = {}  # what the message says of another machine, as it is on this one
+        here: dict[str, Any] = {}  # fields of the message that differ on this machine: the path of the weights
         with contextlib.ExitStack() as undo:
             if weights is not None:  # the host reads weights from a file, so these bytes become one in memory
                 file = undo.enter_context(open(os.memfd_create("jackpot-weights"), "wb", buffering=0))
@@ -287,7 +287,7 @@ def train_on_ray(
     with _cluster(config) as ray, StopSignal() as stop:
         config = place_engines(config, config.placement.ranks, on_gpu=_has_gpus(ray, config))
         group = _placement_group(ray, config)
-        engines = _start_engines(ray, config, group, make)  # the actors live for as long as this name does
+        engines = _start_engines(ray, config, group, make)  # the actors live as long as this variable
         # For `RankActor.work`: the driver's folder, the function to call there, and the function's two arguments.
         task = [os.getcwd(), work, config.model_dump_json(), str(run.resolve())]
 
@@ -338,7 +338,7 @@ def _cluster(config: Config) -> Iterator[Any]:
         )
 
     if not address:  # settings of the Ray that starts below, which its processes inherit
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # it listens on loopback, as on Windows and macOS
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray listens on loopback alone, as on Windows and macOS
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15, behind all other processes
@@ -414,7 +414,7 @@ def _start_engines(ray: Any, config: Config, group: Any, make: MakeEngines) -> l
     actor = ray.remote(EngineActor)
     return [
         actor.options(name=name, max_restarts=-1, **_options(ray, group, config, index)).remote(os.getcwd(), make)
-        for index, name in enumerate(_engine_names(config), config.placement.ranks)  # after all ranks
+        for index, name in enumerate(_engine_names(config), config.placement.ranks)  # counted on from the last rank
     ]
 
 
@@ -506,7 +506,7 @@ class _Lines:
     def __init__(self, path: Path, show: Callable[[dict[str, Any]], None]) -> None:
         """Read past the lines that the file `path` has already; `show` is called with each later line."""
         self._path, self._show = path, show
-        self._offset = 0  # bytes that were read
+        self._offset = 0  # number of bytes of the file that were read
         self._newest = -1  # iteration of the newest line
         for line in self._read():  # lines of an earlier command, which are not shown again
             self._newest = line["iteration"]
@@ -521,7 +521,7 @@ class _Lines:
     def _read(self) -> Iterator[dict[str, Any]]:
         """Yield the content of each complete line that was written to metrics.jsonl since the last call."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if file.seek(0, os.SEEK_END) < self._offset:  # shorter: a start has moved lines to superseded/; read all
+            if file.seek(0, os.SEEK_END) < self._offset:  # a start has moved lines to superseded/: read the file anew
                 self._offset = 0
             file.seek(self._offset)
             for line in file:
@@ -531,7 +531,7 @@ class _Lines:
 
 
 def _enter(folder: str) -> None:
-    """Go to the driver's working folder, if this machine has it, so that relative paths mean the same."""
+    """Go to the driver's working folder, if this machine has it, so that relative paths mean the same here."""
     with contextlib.suppress(OSError):
         os.chdir(folder)
 

@@ -75,7 +75,7 @@ def launch(config: Config, path: Path, on_metrics: OnMetrics, build: BuildLearne
 
         # A start that is refused above changes nothing of the run; from here on its folder is written to.
         iteration = newest.state["iteration"] if newest else -1  # the iteration that the run continues after
-        threads = folder.start(config, pick_threads(config.threads), iteration)  # a continued run keeps its number
+        threads = folder.start(config, pick_threads(config.threads), iteration)  # the count that a continued run had
         torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         for event in _events_of_computing(config):

@@ -49,7 +49,7 @@ def verify(log_probs: Tensor, draft_probs: Tensor, drafts: Tensor, uniforms: Ten
     is_draft = drafted_probs > 0.0  # False where nothing was drafted, and where q is NaN
     accepted = is_draft & (uniforms[:, :1] * lam * drafted_probs < probs.gather(1, index))  # u < p / (lam q)
 
-    # r, not normalized; p itself where there is no residual.
+    # The residual distribution r, not normalized; p itself where p - q is nowhere above 0.
     residual = (probs - draft_probs).clamp_(min=0.0)
     is_empty = ~(residual > 0.0).any(dim=-1, keepdim=True)  # True also where `draft_probs` is NaN
     residual = torch.where(is_empty, probs, residual)

@@ -175,7 +175,7 @@ def _states(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: Dyn
     output = backbone(model)(
         input_ids=ids,
         attention_mask=mask,
-        position_ids=None if mask is None else position_ids(mask)[:, -ids.shape[1] :],  # of `ids`, which stand last
+        position_ids=None if mask is None else position_ids(mask)[:, -ids.shape[1] :],  # of the last tokens, `ids`
         past_key_values=cache,
         use_cache=cache is not None,
     )
@@ -199,9 +199,9 @@ def keeps_plain_keys(config: PreTrainedConfig) -> bool:
 def can_pack(model: PreTrainedModel) -> bool:
     """Tell whether a model can read a micro-batch as one row without padding, each sequence as if it stood alone.
 
-    A model cannot where a layer does more than attention over plain keys (`keeps_plain_keys`), where the attention
-    cannot be replaced (`replaces_attention`) or does not get the options of the forward pass, as in Nemotron and
-    StableLM, or where the rotary angles depend on the sequence length.
+    A model cannot where a layer does more than attend to keys of single tokens (`keeps_plain_keys`), where its
+    attention cannot be replaced (`replaces_attention`) or does not get the options of the forward pass, as in Nemotron
+    and StableLM, or where the rotary angles depend on the sequence length.
     """
     layers = {type(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     return _is_length_free(model) and replaces_attention(backbone(model)) and all(map(_passes_options_on, layers))
@@ -237,7 +237,8 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
 
 def _is_length_free(model: PreTrainedModel) -> bool:
-    """Tell whether keys and values of a token depend only on the tokens up to it, however long the sequence gets."""
+    """Tell whether a model caches nothing but keys and values of single tokens (`keeps_plain_keys`), and these depend
+    only on the tokens up to theirs, however long the sequence gets."""
     # The rotary settings are one dict, or a dict for each kind of layer; {} for a model without any.
     by_layer = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     ropes = [by_layer, *(entry for entry in by_layer.values() if isinstance(entry, dict))]
@@ -330,7 +331,7 @@ def check_head(model: PreTrainedModel) -> None:
     ids = torch.tensor([[0, 1]], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()
     from_hidden = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
-    tolerance = 0.02 * logits.abs().max().item()  # above the rounding of bfloat16, below any scale in use
+    tolerance = 0.02 * logits.abs().max().item()  # more than bfloat16 rounds, less than a logit scale changes
     # NaN in both is no difference: it tells nothing of what lies between hidden states and logits.
     if not torch.allclose(from_hidden, logits, rtol=0.0, atol=tolerance, equal_nan=True):
         raise ModelError(

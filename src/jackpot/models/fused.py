@@ -90,14 +90,14 @@ class RMSNorm(torch.autograd.Function):
             products = wide_grads * normed  # g n
             grad_weight += products.sum(0)
 
-            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]  # -mean(g w n)
+            negative_means = torch.mv(products, wide).div_(-rows.shape[1])[:, None]  # -mean(g w n) of each row
             # Where nothing is rounded at the end, the gradient is computed in the memory of the result.
             scaled = torch.mul(wide_grads, wide, out=grad_x[run] if grad_x.dtype == _WIDE else None)
             scaled.addcmul_(normed, negative_means).mul_(scale[run])
             if grad_x.dtype != _WIDE:
                 grad_x[run].copy_(scaled)
 
-        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None  # none for eps
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None  # no gradient for eps
 
 
 class GatedProduct(torch.autograd.Function):
@@ -143,7 +143,7 @@ class GatedProduct(torch.autograd.Function):
 
 
 class Rotation(torch.autograd.Function):
-    """The rotation x cos + (-x_2, x_1) sin, with x_1 and x_2 the halves of the last dimension.
+    """The rotary embedding x cos + (-x_2, x_1) sin, with x_1 and x_2 the halves of the last dimension of x.
 
     Shapes: x [B, heads, S, D], cos and sin [B or 1, 1, S, D].
     """
@@ -165,8 +165,11 @@ class Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Return x cos + (x_2 first, x_1 second) for x [B, heads, S, D] = (x_1, x_2), halves of D, with the strides of x.
-    `first` and `second` are halves of the sine; which of them is negated gives the direction of the rotation."""
+    """Rotate x [B, heads, S, D] by the rotary embedding: return x cos + (x_2 * first, x_1 * second), laid out as x.
+
+    Here x_1 and x_2 are the halves of x along D, and `first` and `second` are halves of the sine, one of them negated:
+    `first` to rotate forward, `second` to rotate a gradient back.
+    """
     out, half = torch.empty_like(x), x.shape[-1] // 2
     # A run is so many positions that x has at most CHUNK numbers at them, but at least one position.
     for run in split_range(x.shape[2], max(1, CHUNK * x.shape[2] // x.numel())):
@@ -183,7 +186,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product a b to `total`, which may have a wider dtype."""
+    """Add the matrix product a b to `total`, which may have a wider dtype."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -191,7 +194,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def fuse(model: PreTrainedModel) -> int:
-    """Replace the forward of a model's known modules by functions of fewer passes, in place; return how many modules.
+    """Replace the forward of a model's known modules by functions of fewer passes, in place; return their number.
 
     In transformers every arithmetic step is an operator that reads and writes all tokens. Each function here is one
     `torch.autograd.Function` with its gradient in closed form, without a second derivative. It goes over the tokens in
@@ -276,7 +279,8 @@ def _attention(module: nn.Module) -> Forward | None:
     if own_rotation is None or _ROTATE not in function.__code__.co_names or not _rotates_alike(own_rotation):
         return None
 
-    # The same code with other global names: the rotation is a function of its module, which other models share.
+    # A copy of the forward for which the rotation's global name means `_rotate`. The Python module in which the forward
+    # is defined does not change, as other models share it.
     names = function.__globals__ | {_ROTATE: partial(_rotate, own_rotation)}
     changed = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     changed.__kwdefaults__ = function.__kwdefaults__
@@ -295,7 +299,7 @@ def _rotates_alike(own_rotation: Forward) -> bool:
         return _agree(
             lambda q, k: own_rotation(q, k, *angles), lambda q, k: _rotate(own_rotation, q, k, *angles), [queries, keys]
         )
-    except RuntimeError:  # it takes angles of another shape
+    except RuntimeError:  # the model's rotation takes angles of another shape
         return False
 
 

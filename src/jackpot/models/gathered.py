@@ -47,7 +47,7 @@ class Gathered(nn.Module):
         the current ones. So they are freed here.
         """
         result = super().__call__(work)
-        if not torch.is_grad_enabled() and isinstance(self, FSDPModule):  # which `shard` makes of it
+        if not torch.is_grad_enabled() and isinstance(self, FSDPModule):  # `shard` has made it one
             self.reshard()
         return result
 
@@ -191,7 +191,7 @@ def _gathered(bucket: Sequence[tuple[str, Tensor]], rank: int) -> Iterator[tuple
 
 
 def _read_into_memory(module: nn.Module) -> None:
-    """Cast the weights of a module to float32, in place, but those that are sharded already.
+    """Cast the weights of a module to float32, in place, except those that are sharded already.
 
     The cast reads weights of another dtype from their files. FSDP then copies this rank's part of each weight.
     """

@@ -57,7 +57,8 @@ def check_found(paths: Mapping[str, str], needs_files: bool = True) -> None:
 
         if not needs_files or Path(source).is_dir():
             continue
-        is_cached = isinstance(try_to_load_from_cache(source, "config.json"), str)  # the path of a downloaded file
+        # `try_to_load_from_cache` returns a path, as a str, only for a file that was downloaded.
+        is_cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
         if not is_cached and not hub_answers():
             raise ModelError(
                 f"{name}: there is no folder {path} here, nothing of that name was downloaded, and the hub "

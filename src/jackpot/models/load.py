@@ -138,7 +138,7 @@ def _from_pretrained(
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     _check_named_files(path)
-    if device is None and (in_files := _in_files(cls, path, dtype, **options)):  # the caller wants weights in files
+    if device is None and (in_files := _in_files(cls, path, dtype, **options)):  # None: leave weights in files
         return in_files
 
     model, info = _read(cls, path, dtype, **options)
@@ -173,7 +173,7 @@ def _check_named_files(path: str | Path) -> None:
     except _LOADING_ERRORS as error:
         raise ModelError(f"cannot load a model from {_place(path, source, error)}. {ADVICE}") from error
 
-    # Pairs of the file that names a file of weights, and the name.
+    # Each pair is the index or config (`file`) and the name of a file of weights that it has (`name`).
     for file, name in named_files:
         if not _is_inside(name):
             raise ModelError(
@@ -237,8 +237,8 @@ def _in_files(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -
     except _LOADING_ERRORS:
         return None  # `_read` raises the error, or loads the model in its own way
 
-    # A view serves only where the file has the parameter under the same name and in a dtype that needs only a cast; a
-    # buffer from the file would now hold `zero`.
+    # Weights can stay in the files only if these have every parameter by the model's name, in a dtype that needs only a
+    # cast. The files must have no buffer, as the model's buffer would now hold `zero`.
     parameters = {name: weight for name, weight in model.named_parameters() if name not in info["missing_keys"]}
     is_plain = parameters.keys() <= weights.keys() and all(weights[name].dtype in _PLAIN for name in parameters)
     if not is_plain or any(name in weights for name, _ in model.named_buffers()):
@@ -288,7 +288,7 @@ def _read(cls: type, path: str | Path, dtype: torch.dtype, **options: Any) -> tu
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused by `_check_fit`, with their names
+            ignore_mismatched_sizes=True,  # `_check_fit` refuses such weights and names them
             **options,
         )
     except _LOADING_ERRORS as error:

@@ -146,13 +146,14 @@ def model_writer(model: PreTrainedModel, folder: Path, part: Part) -> Callable[[
     # The first name of each parameter; in the state of the model, a tied weight has further names.
     first_names = {id(parameter): _plain_name(name) for name, parameter in model.named_parameters()}
 
-    # What this part writes, without the adapter's own tensors: merged weights and, in the first part, all buffers.
+    # What this part writes: merged weights and, in the first part, all buffers. The adapter's own tensors, whose names
+    # end in _END, are left out.
     state = {
         _plain_name(name): merged.get(first_names[id(tensor)]) if id(tensor) in first_names else tensor
         for name, tensor in model.state_dict(keep_vars=True).items()
-        if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)  # _END: of an adapter's tensors
+        if not name.endswith(_END) and (id(tensor) in first_names or part.number == 0)
     }
-    state = {name: tensor for name, tensor in state.items() if tensor is not None}  # None: in another part
+    state = {name: tensor for name, tensor in state.items() if tensor is not None}  # None: another part writes it
 
     def write() -> list[Path]:
         """Write the gathered part of the model, and return the files of its weights."""
@@ -245,7 +246,7 @@ def _write_one(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], p
         for path in config_folder.iterdir():
             path.rename(folder / path.name)
         config_folder.rmdir()
-    # As `save_pretrained` does: a tied weight once, under the names of the files and not of transformers' modules.
+    # As `save_pretrained` does: write a tied weight once, and take the names of files, not of transformers' modules.
     renamed_state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
     return write_part(part.path(folder, "model"), renamed_state)
 
@@ -256,7 +257,7 @@ def _leaf(name: str) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """Return a parameter's name without an adapter; where a layer has one, peft puts `base_layer` into the name."""
+    """Return the name that a parameter has without an adapter; where there is one, peft puts `base_layer` into it."""
     return name.replace(".base_layer.", ".")
 
 

@@ -68,7 +68,7 @@ class AttentionPlan:
         if (window, dtype) not in self._masks:
             # For each block, the last key that each of its queries sees, once for each different mask of the block.
             last_keys = self.row.block_positions.split([block.masks * block.queries for block in self.row.blocks])
-            # None where each query sees all keys up to it: no prompt is shared, and no window hides a key.
+            # A mask is None where each query sees all keys up to it: no prompt is shared, and no window hides a key.
             self._masks[window, dtype] = [
                 None
                 if block.is_square and (window is None or window >= block.keys)
@@ -141,7 +141,7 @@ def packed_attention(
 
     window = packed.window(module.layer_idx, sliding_window)
 
-    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # norms give float32, which flash does not take
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # after a norm, states are float32: flash refuses them
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # [S, heads, D]
@@ -311,5 +311,5 @@ class AttentionSet(AbstractContextManager):
         self._config._attn_implementation = self._implementation
 
     def __exit__(self, *_: object) -> None:
-        """Put the former name back."""
+        """Put the former name back into the config."""
         self._config._attn_implementation = self._before

@@ -19,7 +19,7 @@ from jackpot.core.types import PackedRow
 from jackpot.models.packed_row import pack_row
 
 BLOCK = 128  # tokens of a block
-_VARIANTS = 64  # most compiled kernels: they differ by window, number of heads, with gradient or not
+_VARIANTS = 64  # most kernels that are compiled: one for each window, number of heads, with gradient or not
 
 Flex = Callable[..., Tensor]  # a function with the arguments of torch's `flex_attention`
 
@@ -57,10 +57,12 @@ def block_mask(row: PackedRow, window: int | None) -> BlockMask:
     # True where the block of keys has tokens of the first query's prompt. Other prompts of the block of queries begin
     # inside of that block, so no earlier block of keys has them.
     has_prompt = (first_sequence <= first_prompt[:, None]) & (first_prompt[:, None] <= last_sequence)
-    # A query may see a key: keys of the first query's sequence, a later one or its prompt; in this block or an earlier.
+    # True where some query may see some key: the block of keys is no later than that of the queries, and has tokens of
+    # the first query's sequence, of a later sequence, or of the first query's prompt.
     is_partly_visible = ((last_sequence >= first_sequence[:, None]) | has_prompt) & (first <= first[:, None])
     is_single = first_sequence == last_sequence  # [blocks], True where all tokens of a block are of one sequence
-    # Each query sees each key: the keys are of one sequence, the queries' own or their prompt, in an earlier block.
+    # True where each query sees each key: the block of keys is an earlier one, and all its tokens are of one sequence,
+    # the queries' own or their prompt.
     is_all_visible = (
         is_single
         & is_single[:, None]
@@ -99,7 +101,7 @@ def flex_kernel(dtype: torch.dtype, size: int, value_size: int, groups: int) -> 
         return None
 
     compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it torch would form all pairs
+    compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it torch raises an error
     # Rows of fewer than 128 tokens would get the kernel for decoding, which does not take blocks of varying sizes.
     kernel = partial(compiled, kernel_options={"BACKEND": "TRITON"})
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jackpot.core.types import AttentionBlock, PackedRow
 
-BLOCK_COST = 2048  # products of a query and a key that take as long as one more block, on a CPU
+BLOCK_COST = 2048  # number of products of a query and a key that take as long on a CPU as one more block
 # Most different lengths between which `_split` may cut the sequences into blocks: all lengths are first rounded up to
 # multiples of a step that leaves no more.
 MAX_LENGTHS = 48
@@ -214,7 +214,7 @@ def _split(sequences: Sequence[_Sequence], indices: Sequence[int]) -> list[list[
             options.append((best[first][0] + block_cost, first))
         best.append(min(options))
 
-    blocks, num_groups = [], len(ends)  # from the last block to the first; groups that are in no block yet
+    blocks, num_groups = [], len(ends)  # blocks, the last first; number of groups in no block yet
     while num_groups:
         first = best[num_groups][1]
         blocks.append(indices[starts[first] : ends[num_groups - 1]])

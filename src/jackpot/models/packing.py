@@ -25,7 +25,7 @@ def pack(
         pads: count padding; False to count the tokens of each row, its prompt included.
     """
     run: list[_Row] = []
-    longest_prompt = longest_response = total = 0  # tokens in the run so far, with the next row
+    longest_prompt = longest_response = total = 0  # tokens of the run so far and the next row
     for row in rows:
         prompt, response = lengths(row)
         longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)

@@ -23,7 +23,7 @@ def recorded_experts(model: nn.Module) -> Iterator[Callable[[], Tensor | None]]:
     ascending order; None for a model without experts. The tokens of each forward pass are in the order of its ids, row
     by row.
     """
-    records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}  # a tensor of each pass
+    records: dict[nn.Module, list[Tensor]] = {layer: [] for layer in expert_layers(model)}  # a tensor of every pass
 
     def note(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Record each token's experts, which a layer gets by a name in `_ARGUMENTS` or else as its second argument."""

@@ -34,7 +34,7 @@ def sampling_log_probs(logits: Tensor, temperature: float, top_k: int, top_p: fl
     if top_p < 1.0:
         ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
         probs = ordered.double().exp()
-        mass_before = probs.cumsum(dim=-1) - probs  # the sum of each token's predecessors
+        mass_before = probs.cumsum(dim=-1) - probs  # the sum of the probabilities before each token
         mask = torch.empty_like(mass_before, dtype=torch.bool).scatter_(-1, order, mass_before < top_p)
         log_probs = _restricted(log_probs, mask)
     return log_probs
@@ -89,7 +89,7 @@ def log_probs_at(logits: Tensor, ids: Tensor, *, temperature: float, top_k: int,
 
     Args:
         logits: [N, V] float32.
-        ids: [N, G] int64.
+        ids: [N, G] int64, G tokens for each row.
     """
     scores = _scores(logits, temperature, top_k, top_p)  # log-probs up to a constant in each row, [N, V]
     highest = scores.amax(dim=-1, keepdim=True)

@@ -32,7 +32,9 @@ class ResponseForward(NamedTuple):
 def forward_responses(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> ResponseForward:
-    """Run the model over prompts with their responses, as token ids; read equal prompts once where the model allows it.
+    """Run the model over prompts with their responses, as token ids, and return the states that predict the responses.
+
+    Equal prompts are read once where the model allows it.
 
     Raises:
         DataError: an empty prompt.
@@ -46,7 +48,7 @@ def forward_responses(
 
 
 def forward_rollouts(model: PreTrainedModel, rollouts: Sequence[Rollout]) -> ResponseForward:
-    """Run the model over the prompts and responses of rollouts, including tokens that tools wrote."""
+    """Run the model over prompts and responses of rollouts, tools' tokens too; return states, token ids and mask."""
     prompts = [rollout.prompt.token_ids for rollout in rollouts]
     return forward_responses(model, prompts, [rollout.token_ids.tolist() for rollout in rollouts])
 
@@ -60,7 +62,7 @@ def token_log_probs(
 
     Args:
         hidden: [N, H] states that predict the tokens.
-        token_ids: [N] or [N, G] int64.
+        token_ids: [N] or [N, G] int64, one token or G tokens at each position.
         temperature, top_k, top_p: as in `sampling_log_probs`.
     """
     chunks = [
@@ -89,7 +91,7 @@ def list_log_probs(model: PreTrainedModel, batch: TokenBatch, sampling: Sampling
 def exact_log_probs(
     model: PreTrainedModel, temperature: float, hidden: Tensor, *columns: Tensor
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield for n positions at a time the log-probs of all tokens, [n, V] float64, and their part of `columns`.
+    """Yield for n positions at a time the log-probs of all V tokens, [n, V] float64, and their rows of `columns`.
 
     The softmax of the float32 logits is taken in float64, so that its rounding does not show in divergences.
 
@@ -102,10 +104,10 @@ def exact_log_probs(
 
 
 def logit_chunks(model: PreTrainedModel, hidden: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield for n positions at a time their logits before the temperature, [n, V] float32, and their part of `columns`.
+    """Yield for n positions at a time their logits before the temperature, [n, V] float32, and their rows of `columns`.
 
     Args:
-        hidden: [N, H].
+        hidden: [N, H] states that predict the tokens.
         columns: [N, ...] each, in any number.
     """
     size = max(1, MAX_LOGITS // output_layer(model).out_features)

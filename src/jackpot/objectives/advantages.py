@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EQUAL_SPREAD = 1e-9  # largest difference of equal rewards, as a share of max(1, largest |reward|)
+EQUAL_SPREAD = 1e-9  # rewards that differ by at most this share of max(1, largest |reward|) count as equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Outcomes:
 
     rewards: Tensor  # [B] float
     groups: Tensor  # [B] int64, the index of each response's group
-    lengths: Tensor  # [B] int64, sampled tokens of each response
+    lengths: Tensor  # [B] int64, number of sampled tokens of each response
     beta: float = 1.0  # weight of the KL divergence to the sampler, in units of reward; only `oapl` reads it
 
 
@@ -32,7 +32,7 @@ def grpo(outcomes: Outcomes) -> Tensor:
     """
     centred = dr_grpo(outcomes)  # r - mean of group
     std = (_group_sum(centred.square(), outcomes.groups) / (_group_sizes(outcomes) - 1).clamp(min=1)).sqrt()
-    # `tiny` only keeps a division by 0 away, of rewards that get 0 anyway.
+    # `tiny` only avoids a division by 0, in groups of equal rewards, whose advantages are 0 anyway.
     return torch.where(centred == 0, 0.0, centred / std.clamp(min=torch.finfo(std.dtype).tiny))
 
 
@@ -112,12 +112,12 @@ ADVANTAGES: dict[str, Callable[[Outcomes], Tensor]] = {
 def compute_advantages(
     name: str, rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, beta: float = 1.0
 ) -> Tensor:
-    """Compute `ADVANTAGES[name]`: [B].
+    """Compute the advantage of each response, [B], by the function that `ADVANTAGES` has for `name`.
 
     Args:
         rewards: [B] float.
         groups: [B] int64, the index of each response's group.
-        lengths: [B] int64, sampled tokens of each response; None counts all responses alike.
+        lengths: [B] int64, number of sampled tokens of each response; None counts all responses alike.
         beta: coefficient of `oapl`, above 0; no other advantage reads it.
     """
     lengths = torch.ones_like(groups) if lengths is None else lengths

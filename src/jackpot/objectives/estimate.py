@@ -104,7 +104,7 @@ def _policy_scores(
 ) -> tuple[str, Tensor]:
     """Return the name and the tensor of the argument of `estimate_z` that gives the policy's distribution.
 
-    Raise DataError where none or both of the two forms are given.
+    Raise DataError where neither logits nor hidden states with a head are given, or both.
     """
     if policy_logits is not None and hidden_states is None and head is None:
         return "policy_logits", policy_logits

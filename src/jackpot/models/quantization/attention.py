@@ -59,7 +59,7 @@ def with_trained_kv(attend: Attention) -> Attention:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute as `attend`, on rounded keys and values."""
+        """Return what `attend` returns for keys and values rounded to FP8."""
         return attend(module, query, _Rounded.apply(key), _Rounded.apply(value), attention_mask, **options)
 
     return attention
@@ -72,7 +72,7 @@ _PROBE = "jackpot_probe"  # value of `config._attn_implementation` while `reads_
 def reads_what_it_caches(model: PreTrainedModel) -> bool:
     """Tell whether the attention of a model reads keys and values as they are cached.
 
-    Otherwise it is not the same to round the cache and to round at attention. DeepSeek's attention caches latents and
+    If not, rounding the cache differs from rounding what attention reads. DeepSeek's attention caches latents and
     computes keys and values from them; DiffLlama's repeats values. The model is tried on a token, whatever its weights
     are. On the meta device, where tensors have no address, the answer is True.
     """
@@ -137,4 +137,4 @@ def attend_as_engine(model: PreTrainedModel, fp8_cache: bool, exact: bool) -> No
             f"{type(model).__name__} has an attention of its own ({model.config._attn_implementation}), which cannot "
             f"compute as the quantized engine's does; take precision fp32 or bf16, or a model such as Qwen or Llama"
         )
-    model.set_attn_implementation(_SDPA + _EXACT * exact + _FP8 * fp8_cache)  # the name under which it is registered
+    model.set_attn_implementation(_SDPA + _EXACT * exact + _FP8 * fp8_cache)  # the name of a registered function

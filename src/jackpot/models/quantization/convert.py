@@ -35,7 +35,7 @@ def quantized_names(model: nn.Module) -> Conversion:
     """
     modules = dict(model.named_modules())
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    find_head = getattr(model, "get_output_embeddings", None)  # of every model of transformers
+    find_head = getattr(model, "get_output_embeddings", None)  # a method of transformers' models
     head = find_head() if find_head else None
 
     reasons: dict[str, str | None] = {}  # by parameter, the first reason to keep it; None: it is converted

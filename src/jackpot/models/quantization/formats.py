@@ -58,7 +58,7 @@ def layer_formats(model: nn.Module, side: SideFormats) -> dict[str, str]:
     for name, parameter in model.named_parameters():
         reason = reasons.get(name)
         if parameter.ndim < 2 or reason == "output layer":
-            continue  # no matrix, or the matrix of the key HEAD
+            continue  # no matrix, or the output layer, whose key is HEAD
 
         if scheme and reason is None:
             activations = scheme.activations and _grid_text(scheme.activations)  # None: they are not quantized

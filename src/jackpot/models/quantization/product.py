@@ -67,7 +67,7 @@ def gemm_exact(a: Quantized, b: Quantized) -> Tensor:
 
     for index, start in enumerate(range(0, size, width)):
         columns = slice(start, start + width)
-        products = (a.codes[:, columns].double() @ b.codes[:, columns].double().T).float()  # exact, rounded once
+        products = (a.codes[:, columns].double() @ b.codes[:, columns].double().T).float()  # exact until `float`
         total += a.scales[:, index, None] * (b_scales[:, index] * products)
     return total
 
@@ -84,10 +84,10 @@ def gemm_scaled_mm(a: Quantized, b: Quantized) -> Tensor:
 def scaled_operands(a: Quantized, b: Quantized) -> dict[str, Any]:
     """Return the arguments of torch's `scaled_mm` for A B^T, padded with zeros to the sizes that cuBLAS takes.
 
-    Rows of A become a multiple of 4, rows of B of 16, columns of both of 128. Scales of single rows, [rows, blocks
-    along K], are laid out column by column. Scales of blocks of B are [blocks along K, row blocks], filled up to a
-    multiple of 4 along K: cuBLAS reads them at that distance, and without the filling the product would be wrong
-    without an error.
+    The codes of A get a multiple of 4 rows, those of B a multiple of 16 rows, and both a multiple of 128 columns.
+    Scales of single rows, [rows, blocks along K], are laid out in column-major order. Scales of B's 128 x 128 blocks
+    are passed as [blocks along K, row blocks], with zeros up to a multiple of 4 blocks along K. cuBLAS takes this
+    multiple as the stride from one row block to the next, so without the zeros the product would silently be wrong.
     """
     recipes = torch.nn.functional.ScalingType
     a_codes = padded(a.codes, rows=4, columns=BLOCK).contiguous()

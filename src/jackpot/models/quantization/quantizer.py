@@ -18,7 +18,7 @@ ScaleFormat = Literal["power_of_two", "float32"]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = {E4M3: 448.0, torch.int8: 127.0}  # largest |code|; -128 is not used, so that codes are symmetric
-_VARIANTS = 64  # most compiled kernels: they differ by grid, dtype, strides, with gradient or not
+_VARIANTS = 64  # most kernels that are compiled: one for each grid, dtype, strides, with gradient or not
 _SMALLEST = 1e-10  # the least max |x| that a block's scale is computed from, so that a block of zeros has codes of 0
 
 
@@ -33,7 +33,7 @@ class Grid:
 
     def block(self, shape: torch.Size) -> tuple[int, int]:
         """Return how many rows and how many columns a block has in a matrix of this shape, [R, C]."""
-        return self.rows or max(1, shape[0]), self.columns or max(1, shape[1])  # also 1 in an empty matrix
+        return self.rows or max(1, shape[0]), self.columns or max(1, shape[1])  # at least 1, even in an empty matrix
 
     def blocks(self, shape: torch.Size) -> torch.Size:
         """Return how many blocks a matrix of this shape has in each direction, which is the shape of its scales."""
@@ -67,7 +67,7 @@ def quantize(values: Tensor, grid: Grid) -> Quantized:
     implementation. A GPU computes scales that are powers of two, and their codes, in one kernel, after a test that the
     kernel gives the same bits.
     """
-    # Scales that are no powers of two take a division by the largest code, which compiled code rounds in its own way.
+    # Scales that are no powers of two are quotients by the largest code, which compiled code may round differently.
     # Where the compiled function does not serve, `_codes_and_scales` computes by torch's operators.
     is_exact = grid.scales == "power_of_two"
     formula = (_compiled(grid, values.device) if is_exact and values.is_cuda else None) or _codes_and_scales
@@ -88,7 +88,7 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
 
     Not compiled, the function runs a dozen kernels, which take longer than an FP8 product saves (H200, docs/gpu.md).
 
-    Status: never run on its target (a GPU), which compiled the same formula for a benchmark.
+    Status: never run on its target (a GPU), where only a benchmark has compiled the same formula.
     """
     # Numbers of both signs in 3 x 5 blocks; the largest of a row grows from 1/4 to 4.
     sizes = torch.linspace(-2.0, 2.0, 3 * BLOCK, device=device).exp2()[:, None]
@@ -96,7 +96,8 @@ def _compiled(grid: Grid, device: torch.device) -> Callable[[Tensor, Grid], tupl
 
     try:
         compiled = torch.compile(_codes_and_scales, dynamic=True, options={"eager_numerics.division_rounding": True})
-        compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)  # beyond it, nothing is compiled
+        # Beyond this limit torch would compile no more kernels, and run the operators one by one.
+        compiled = torch._dynamo.config.patch(recompile_limit=_VARIANTS)(compiled)
         # The last of the matrices has blocks that are not full, and rows that are not contiguous.
         for values in (matrix, matrix.bfloat16(), matrix[: BLOCK - 1].T):
             pairs = zip(compiled(values, grid), _codes_and_scales(values, grid), strict=True)
@@ -133,7 +134,8 @@ def block_scales(largest: Tensor, grid: Grid) -> Tensor:
     largest, largest_code = largest.clamp(min=_SMALLEST), LARGEST[grid.codes]
     if grid.scales == "float32":
         return largest / largest_code
-    # max |x| / L with L the largest code, 2 * fraction * 2^(exponent - 1): only 2 * fraction is no power of two.
+    # A scale is max |x| / L. The largest code L is 2 * fraction * 2^(exponent - 1), where only 2 * fraction is no power
+    # of two and is left to `next_power_of_two`.
     fraction, exponent = math.frexp(largest_code)
     return next_power_of_two(largest * 2.0 ** (1 - exponent), 2.0 * fraction)
 

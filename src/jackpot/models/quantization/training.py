@@ -85,7 +85,7 @@ class CodedProduct(torch.autograd.Function):
                 grad_weight = grad.T @ dequantize(rows, grad.dtype)
 
         grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_dtype)
-        return grad_inputs, grad_weight, None, None, None  # none for rows, grid and backward
+        return grad_inputs, grad_weight, None, None, None  # no gradients for rows, grid and backward
 
 
 class CodedLinear(nn.Linear):
@@ -235,8 +235,8 @@ def _compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _read_by(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose weights are rounded while `module` runs, as it may read them: itself, and all inside it.
 
-    A module that contains layers reads its own weights alone: where ranks share the weights, only one layer at a time
-    has them whole.
+    A module that contains layers reads its own weights alone: where weights are sharded over ranks, only one layer at a
+    time has its weights whole.
     """
     inside = list(module.modules())
     if any(isinstance(inner, GradientCheckpointingLayer) for inner in inside[1:]):

@@ -29,12 +29,12 @@ class CorrectionInputs:
 
     rollout_log_probs: Tensor  # log p_inf of the sampled token, as the engine sampled it
     target_log_probs: Tensor  # log p_target, the distribution that the weights align to
-    proximal_log_probs: Tensor  # log-probs of the point that PPO's ratio is taken from
+    proximal_log_probs: Tensor  # log p_proximal, the point that PPO's ratio is taken from
     response_mask: Tensor  # bool, True where a model sampled the token, not a tool
     uniforms: Tensor  # float64 in [0, 1), the random numbers of the Bernoulli acceptance mask
     advantages: Tensor  # the policy's advantages; only corrections in `signed` read them, and only their signs
-    z: obrs.ZEstimate  # Z of p_inf and p_target at the correction's lam
-    lam: Tensor | None = None  # lam of each token (also that of `z`) where a budget chooses it; None: the correction's
+    z: obrs.ZEstimate  # Z, the mean acceptance of OBRS at each position, at the correction's lam
+    lam: Tensor | None = None  # lam of each token, also in `z`, if a budget chooses it; None: the correction's lam
     by_policy: Tensor | None = None  # [B] bool, responses that the policy sampled; None: one model sampled all
 
     @property
@@ -112,8 +112,8 @@ class Correction:
         Args:
             weights: the weight of every token, after the caps.
             accepted: acceptance mask, bool or float; None accepts every token.
-            capped: bool, where a cap lowered the weight or a band rejected the token; None where there is none.
-            capped_c2: bool, where the cap c2 lowered p_proximal / p_target; None where there is none.
+            capped: bool, where a cap lowered the weight or a band rejected the token; None without cap and band.
+            capped_c2: bool, where the cap c2 lowered p_proximal / p_target; None without such a cap.
             kappas: None where the weights do not contain kappa.
         """
         mask = inputs.response_mask
@@ -143,13 +143,13 @@ class CorrectionFn(Protocol):
 
     "none"     never
     "prepass"  before the first backward pass
-    "auto"     before it too, if that costs no forward pass; else afterwards: the correction is first applied to the
-               sums of another step, and the gradient is repaired when this step's are known
+    "auto"     before it too, if that costs no forward pass; else afterwards: the correction first reads the sums of
+               another step, and the gradient is repaired when the sums of this step are known
                (`training.kappa.KappaRepair`)
 
     "auto" gives the gradient of "prepass" for any correction whose accept_mask does not depend on the sums. The repair
     is cheap where the weights are piecewise linear in `Correction.kappa`: only sequences with a token whose weight does
-    not change in proportion to kappa, such as one at a cap, are read again.
+    not change in proportion to kappa, such as one at a cap, take a second forward and backward pass.
     """
 
     @property
@@ -244,6 +244,6 @@ def step_kappas(inputs: CorrectionInputs, totals: Sums) -> Kappas:
         return Kappas(kappa=quotient(""))
 
     policy_kappa, model_kappa = quotient("_by_policy"), quotient("_by_rollout_model")
-    num_tokens = Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)  # that the rollout model sampled
+    num_tokens = Mean.named(totals, "obrs/z_by_rollout_model").count.to(device)  # tokens of the rollout model
     # A rollout model that sampled no token of the step gets the policy's kappa.
     return Kappas(kappa=torch.where(num_tokens > 0, model_kappa, policy_kappa), of_policy=policy_kappa)

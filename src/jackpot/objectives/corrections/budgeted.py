@@ -20,11 +20,11 @@ from torch import Tensor
 from jackpot.objectives.corrections.formula import Weighed
 from jackpot.objectives.obrs import accept, weight
 
-MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by setting: makes the mask from acceptance, uniforms
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # by the setting `mask`: (acceptance, uniforms) -> mask
     "sampled": lambda acceptance, uniforms: accept(acceptance, uniforms).to(acceptance.dtype),
     "expected": lambda acceptance, uniforms: acceptance,
 }
-BEYOND_C1: dict[str, Callable[[Tensor, float], Tensor]] = {  # by setting: bounds a weight by c1, the F of eq. 5
+BEYOND_C1: dict[str, Callable[[Tensor, float], Tensor]] = {  # by `beyond_c1`: (weight, c1) -> bounded weight
     "cap": lambda weight, c1: weight.clamp(max=c1),
     "drop": lambda weight, c1: torch.where(weight > c1, 0.0, weight),
 }

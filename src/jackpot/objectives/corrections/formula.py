@@ -31,7 +31,7 @@ TENSORS = (  # names of the arguments by which a formula can read tensors
     *("rollout_log_probs", "target_log_probs", "proximal_log_probs", "response_mask", "uniforms", "advantages", "z"),
     *("log_ratio", "to_proximal", "acceptance", "kappa_z", "lam"),
 )
-_BY_INPUT = {"z": "z", "kappa_z": "z", "advantages": "advantages"}  # a formula's argument: the input that it is made of
+_BY_INPUT = {"z": "z", "kappa_z": "z", "advantages": "advantages"}  # by a formula's argument: the input it comes from
 
 
 @dataclass(frozen=True, slots=True)

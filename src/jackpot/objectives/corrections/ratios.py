@@ -74,7 +74,7 @@ def ipo(log_ratio: Tensor, rollout_log_probs: Tensor, target_log_probs: Tensor, 
 
     Mask and ratio are those of prime-rl's `ipo_loss_fn` (559b447, src/prime_rl/trainer/rl/loss.py), which caps no
     weight and counts rejected tokens in its denominator. The default of max_tv is prime-rl's `eps` since pull request
-    3586; its KL to the sampler, off since then, is left out. The target is the current policy by default, as there.
+    3586; its KL to the sampler, off since then, is left out. The default target is the current policy, as in prime-rl.
 
     Unlike `dppo`, it ignores the sign of the advantage: a token whose probability the policy has moved far is not moved
     back either. Biased towards tokens on which both models agree. A token that both models find less likely than max_tv
@@ -98,7 +98,7 @@ def seq_tis(log_ratio: Tensor, cap: float) -> Weighed:
     rollout model wherever R > cap. The spread of R grows exponentially with the length, so on long responses most
     weights are either capped or almost 0.
     """
-    log_product, log_cap = log_ratio.sum(-1, keepdim=True), math.log(cap)  # log R of each response, [B, 1]
+    log_product, log_cap = log_ratio.sum(-1, keepdim=True), math.log(cap)  # log of R, a response's product, [B, 1]
     return Weighed(log_product.clamp(max=log_cap).exp(), capped=log_product > log_cap)
 
 
@@ -108,7 +108,7 @@ def seq_mask(log_ratio: Tensor, low: float, high: float) -> Weighed:
     This is TRL's `sequence_mask`, with TRL's defaults. Biased towards responses on which both models agree, and
     with a lower bound towards short ones, for R leaves any band as the response grows.
     """
-    log_product = log_ratio.sum(-1, keepdim=True)  # log R of each response, [B, 1]
+    log_product = log_ratio.sum(-1, keepdim=True)  # log of R, the product of a response's ratios, [B, 1]
     inside = (log_product >= _log_bound(low)) & (log_product <= _log_bound(high))
     return Weighed(torch.where(inside, log_product, -torch.inf).exp(), accepted=inside, capped=~inside)
 

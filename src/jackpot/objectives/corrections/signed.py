@@ -51,10 +51,10 @@ def dppo(
     max_tv: float,
     cap: float,
 ) -> Weighed:
-    """Weigh a token by min(rho, cap), and reject it if TV > max_tv and the update would raise TV: `dppo`.
+    """Weigh a token by min(rho, cap), and reject it if TV > max_tv and the update would raise TV: `dppo`, binary.
 
     DPPO, arXiv 2602.04879. The update would raise TV if A log rho > 0. TV is the total variation between p_inf and
-    p_target, which the setting `divergence` defines:
+    p_target, as the setting `divergence` defines it; this function is `binary`, and `dppo_topk` is `topk`:
 
         binary   |p_target - p_inf| of the sampled token         verl 1dda039, verl/trainer/ppo/core_algos.py, `dppo_tv`
         topk     the engine's top-k tokens, and all other tokens counted as one       sail-sg/Stable-RL c6af1d1,
