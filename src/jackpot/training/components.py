@@ -83,7 +83,7 @@ class RunComponents:
         """
         weights = self.learner.weights(role, engine.capabilities.dtype)
         if engine.capabilities.sleeps:
-            self.learner.release_memory()  # the engine can use what the learner caches
+            self.learner.release_memory()  # so that the engine can use memory that the learner has cached
         return send_weights(engine, weights, self.learner.version)
 
     def take_events(self) -> Iterator[dict[str, Any]]:

@@ -316,7 +316,7 @@ def make_reader(
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read_row(index: int, record: Record) -> DataRow:
-        """Read a record by the columns chosen above; without an id it gets a uid made of `index`, its place."""
+        """Read a record by the columns chosen above; a missing uid is made of `index`, the record's place in the data."""
         values, uid = record.values, str(index)
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))
@@ -501,7 +501,7 @@ def _text(value: Any, column: str) -> str | None:
         return None
 
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    is_finite = isinstance(value, int) or (is_number and math.isfinite(value))  # a large int is no float
+    is_finite = isinstance(value, int) or (is_number and math.isfinite(value))  # an int may be too large for a float
     if is_number and is_finite and abs(value) < _LARGEST_NUMBER:
         digits = f"{Decimal(str(value)) or 0:f}"  # `or 0` drops the sign of -0.0; `:f` writes no exponent
         return digits.rstrip("0").rstrip(".") if "." in digits else digits

@@ -40,7 +40,7 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "scale_fmt": "ue8m0",
     },
 }
-_UNQUANTIZED_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}  # key of the list of unquantized layers
+_UNQUANTIZED_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}  # config key of the unquantized layers
 _HEAD = "lm_head"  # vLLM's name of the output layer, tied or not
 
 

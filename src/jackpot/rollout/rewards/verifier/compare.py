@@ -127,7 +127,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
         return reference != ""
 
-    # Unless the reference is a number, try these forms; a number, and a text of none of them, is an expression.
+    # Unless the reference is a number, find out whether it has one of the forms below; else it is an expression.
     if parse_quantity(reference, is_reference=True) is None:
         if (value_and_base := _in_base(reference)) is not None:
             # An answer without a base is read in the base of the reference.
