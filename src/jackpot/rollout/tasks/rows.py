@@ -316,7 +316,7 @@ def make_reader(
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read_row(index: int, record: Record) -> DataRow:
-        """Read a record by the columns chosen above; a missing uid is made of `index`, the record's place in the data."""
+        """Read a record by the columns chosen above; a missing uid is made of `index`, its place in the data."""
         values, uid = record.values, str(index)
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))
