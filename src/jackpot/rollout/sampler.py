@@ -369,7 +369,7 @@ def _drafted_cost(costs: Mapping[Role, ForwardCost], drafts: Mapping[str, Mean])
     """Return the cost of drafting and verifying together, for each token that the policy would read without drafts.
 
     `drafts` has two metrics: how many tokens the policy, and the draft model (the rollout model), read in place of each
-    such token. `per_pair` is the cost of one query with one key.
+    such token. `ForwardCost.per_pair` is the cost of one query with one key.
     """
     policy_reads, draft_reads = (float(drafts[name].value) for name in ("draft/policy_reads", "draft/draft_reads"))
     policy_cost, draft_cost = costs["policy"], costs["rollout_model"]
@@ -398,7 +398,7 @@ def assign_models(config: Config, iteration: int, prompts: Sequence[str]) -> lis
         return ["rollout_model" if share else "policy"] * len(prompts)
 
     by_hash = sorted(dict.fromkeys(prompts), key=lambda uid: fold_in(config.seed, "sampled by", iteration, uid))
-    # A uniform number in [0, 1) of this iteration
+    # Draw one uniform number in [0, 1), which decides below whether a number of prompts or responses is rounded up.
     (chance,) = uniforms([fold_in(config.seed, "share", iteration, *by_hash)], [0]).tolist()
 
     # `remaining` is how many responses to each prompt the rollout model has yet to generate. At first it is all of them

@@ -127,7 +127,7 @@ def collate(samples: Sequence[TrainingSample], seed: int, epoch: int) -> TokenBa
 
     response_mask = pad(rollout.sampled_mask for rollout in rollouts)
     rollout_log_probs = pad(rollout.rollout_log_probs for rollout in rollouts)
-    values = [item.values for item in samples if item.values is not None]  # of all samples; without a critic, of none
+    values = [item.values for item in samples if item.values is not None]  # one of each sample; without a critic, none
     returns = [item.returns for item in samples if item.returns is not None]
     # One key a response, from which the random numbers of OBRS's acceptance mask are hashed.
     keys = [fold_in(seed, "accept", rollout.uid, epoch) for rollout in rollouts]

@@ -83,11 +83,11 @@ class RunComponents:
         """
         weights = self.learner.weights(role, engine.capabilities.dtype)
         if engine.capabilities.sleeps:
-            self.learner.release_memory()  # the engine can use what the learner caches
+            self.learner.release_memory()  # so that the engine can use memory that the learner has cached
         return send_weights(engine, weights, self.learner.version)
 
     def take_events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of tasks and engines since the last call; an engine's have its setting as `engine`."""
+        """Yield the events of tasks and engines since the last call; those of an engine name the engine's setting."""
         for task in self.tasks:
             yield from task.take_events()
         for setting, engine in {"engine": self.engine, "evaluation.engine": self.policy_engine}.items():

@@ -55,8 +55,8 @@ class Evaluator:
         for role, result in results.items():
             self._folder.save_evaluation(iteration, role, result)
 
-        # Report both models; where there is no rollout model, report the policy under both names. An error of a check
-        # is an event of the next iteration.
+        # Report both models; where there is no rollout model, report the policy under both names. If a check of
+        # an engine fails, an event of the next iteration records the error.
         for role in ("policy", "rollout_model"):
             result = results.get(role, results["policy"])
             engine = engines.get(role, components.engine)

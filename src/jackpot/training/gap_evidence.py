@@ -16,9 +16,9 @@ from jackpot.training.batching import sampled_with
 from jackpot.training.reported_lists import Bets
 
 DEPTHS = 20  # number of ranges of depth: tokens 1, 2-3, 4-7, ...; the last range has no end
-LEARNT = 2  # number of first batches that only teach which gaps are usual; `guards` checks as many thoroughly
+LEARNT = 2  # number of first batches that only teach which gaps are usual; `guards.py` checks as many thoroughly
 MAY_GROW = 4.0  # largest gap of a range of depths, as a multiple of the mean gap of the range in the run so far
-MEMORY = 0.95  # weight of each batch in that mean, relative to the batch after it: gaps may grow as a run goes on
+MEMORY = 0.95  # weight of a batch in the mean that `MAY_GROW` multiplies, relative to the next: usual gaps may grow
 
 
 def token_gaps(batch: TokenBatch, old: OldLogProbs, version: Version) -> tuple[Tensor, Sums]:
@@ -56,7 +56,7 @@ class GapEvidence:
 
     Every range has a bet (`Bets`) that its gaps are larger: each prompt multiplies the bet's product by
     (1 + x / L) / 2, whose mean is at most 1 as long as the mean of x is at most L. In the means of earlier batches an x
-    above L counts as L. In the first batches, which are not judged, they count it up to MAY_GROW times what is always
+    above L counts as L. An x of the first batches, which are not judged, counts up to MAY_GROW times what is always
     allowed, so that an engine that was wrong before a restart does not teach that its gap is usual.
     """
 

@@ -29,7 +29,7 @@ _ENTRY = (  # program of a worker process, whose argument is the list of import 
 )
 START_TIMEOUT = 600.0  # seconds until a process must be ready; it may load a model
 _MAX_LINE_BYTES = 2**20  # longest line that a worker may send
-_MAX_TIMEOUT = 1e6  # seconds; the operating system takes no infinite timeout
+_MAX_TIMEOUT = 1e6  # longest timeout, seconds: the operating system takes no infinite one
 _AWAITED = 1.0  # seconds after a job's limit in which an async worker may report which of its calls took too long
 _ARRIVED = 0.05  # shortest wait for a message, seconds; so one that came in time is read even if this process was slow
 _GIB = 2**30
@@ -50,7 +50,7 @@ class CallLimits(NamedTuple):
 
     timeout: float  # seconds for one try, at most eleven days (`_MAX_TIMEOUT`)
     retries: int = 0  # number of further tries of a call that failed or took too long
-    batch_size: int = 64  # most items in one call of a function that takes batches, or most calls awaited at once
+    batch_size: int = 64  # most items in a call that takes a batch, or most calls of an async function awaited at once
     memory: float = 2.0  # GiB that a process may take beyond its size when it was ready
     environment: tuple[str, ...] = ()  # names of environment variables that a process gets beside `_SAFE_VARIABLES`
 
@@ -85,7 +85,7 @@ class RewardWorkerPool:
         """Describe the pool, without a process yet; `workers` is the largest number of processes."""
         self._function, self._limits = function, limits
         self._timeout = min(limits.timeout, _MAX_TIMEOUT)
-        self._most_workers, self._batch_size = workers, 1  # until `wait_until_ready` knows the function
+        self._most_workers, self._batch_size = workers, 1  # changed by `wait_until_ready` if calls share a process
         self._executor: ThreadPoolExecutor | None = None  # None until a worker has imported the function
         self._workers: set[_Worker] = set()  # workers whose process runs
         self._idle: list[_Worker] = []  # workers that have no job

@@ -117,8 +117,8 @@ class RewardFn:
             verdict: decides `Score.correct`; None: no response is right or wrong.
             limit: seconds after which a call that has not begun is given up, with the error `timeout`.
         """
-        # Compare without algebra first, where None means that only algebra, in a worker, can decide. In a pair without
-        # an answer the two are not equal; where no comparison is needed, every response has one such pair.
+        # Compare without algebra first, where None means that only algebra, in a worker, can decide. A pair whose
+        # answer is missing is unequal; where no comparison is needed, each response has one such pair, ("", "").
         needed = self._needed_names(verdict)  # names of the rewards that the scores need
         pairs_of_each = [_pairs(response) if "correct" in needed else [("", "")] for response in responses]
         pairs = dict.fromkeys(chain.from_iterable(pairs_of_each))

@@ -63,7 +63,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         answer=_PLAIN_OR_SOLUTION,
         uid=("unique_id",),
     ),
-    # AMC 12 of 2022 and 2023, made to be answered with integers, which stand there as 142.0; Apache 2.0.
+    # AMC 12 of 2022 and 2023, changed so that every answer is an integer, which is written as 142.0; Apache 2.0.
     "amc22_23": Benchmark(
         hub="AI-MO/aimo-validation-amc",
         test=BenchmarkSplit(split="train", file="amc22_23.jsonl", size=83),
@@ -71,7 +71,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         uid=("url",),
     ),
     # AMC 12A and 12B of 2024 without the 5 problems that need a figure; no licence is stated, the problems are the
-    # MAA's. The papers do not say which copy they used.
+    # MAA's. Papers that report results on them do not say which copy they used.
     "amc12_2024": Benchmark(
         hub="rawsh/2024_AMC12",
         test=BenchmarkSplit(split="train", file="amc12_2024.jsonl", size=45),
@@ -97,7 +97,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         answer=_PLAIN_OR_SOLUTION,
     ),
     # English mathematics of OlympiadBench (arXiv 2402.14008) without figures and proofs; Apache 2.0 as its card says
-    # (not checked). Answers are lists, mostly of one text, where several answers stand between commas.
+    # (not checked). Answers are lists, mostly of one text; commas separate several answers in a text.
     "olympiadbench": Benchmark(
         hub="math-ai/olympiadbench",
         test=BenchmarkSplit(split="test", file="olympiadbench.jsonl", size=674),

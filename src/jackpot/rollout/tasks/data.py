@@ -26,7 +26,7 @@ from jackpot.rollout.tasks.rows import SUFFIXES, DataRow, Record, find_files, ki
 DATA_FOLDER = "JACKPOT_DATA"  # environment variable with the folder of local copies of benchmarks
 HUB = "hub:"  # prefix of a source on the hub
 COLUMN_SAMPLE = 100  # number of rows, from the first, in which a column is looked for: a row of JSON may lack it
-LONGEST_PROBLEM = 1_000_000  # most characters, even without a limit of tokens: a tokenizer takes a second for them
+LONGEST_PROBLEM = 1_000_000  # most characters of a problem, whatever the limit of tokens: a tokenizer needs 1 s for it
 _BATCH = 256  # number of rows that are filtered together
 # Names of the counts of rows: all rows that were read; rows left out, by reason; and rows that are kept although the
 # verifier cannot read the answer, or although the tokenizer has no tokens for a part of the prompt.
@@ -88,7 +88,7 @@ def find_source(settings: DataConfig, split: Split) -> DataSource:
 
 
 def is_address(source: str) -> bool:
-    """Return whether a source is data of the hub or looks like a path: by its ending, by a slash, or as it exists."""
+    """Tell whether a source is data of the hub or a path: it has an ending such as `.jsonl`, or a slash, or exists."""
     path = Path(source).expanduser()
     return source.startswith(HUB) or kind_of(path) is not None or "/" in source or path.exists()
 

@@ -165,9 +165,9 @@ def make_benchmark(
 ) -> Math:
     """Make a task that has only a test split, with the problems of one source; `reward_fn` as in `Math`.
 
-    Problems of any length are kept (it has no `max_prompt_tokens`), as published results are about all of them. So that
-    results can be compared with those, the verifier decides which responses to a named benchmark are right, unless
-    `settings.verdict` says otherwise.
+    Problems of any length are kept (`settings` have no `max_prompt_tokens`), as published results are about all
+    problems. So that results can be compared with published ones, the verifier decides which responses to a named
+    benchmark are right, unless `settings.verdict` says otherwise.
 
     Raises:
         DataError: there is no such source, or as `Math`.

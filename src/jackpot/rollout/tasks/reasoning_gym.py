@@ -141,7 +141,7 @@ def _make_data_set(name: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Add seed and size to the settings of a data set, unless they have them: every process makes the same problems."""
+    """Add the seed and size that the settings of a data set lack, so that every process makes the same problems."""
     return {"seed": 0, "size": PROBLEMS, **kwargs}
 
 

@@ -283,7 +283,7 @@ def make_reader(
 ) -> Callable[[int, Record], DataRow]:
     """Find out which columns the first rows have, and return a function that reads a record into a `DataRow`.
 
-    It raises DataError where a row has no problem, or a value that is no text. Columns may have these forms:
+    That function raises DataError where a row has no problem, or a value that is no text. Columns may have these forms:
 
     | part of a row | forms that it may have |
     |---|---|
@@ -311,12 +311,12 @@ def make_reader(
 
     # The form of the answers is that of the settings, or else that which the benchmark gives for the answer's column.
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
-    # Finds the answer in a text of that column, or returns None. Only `name: regex` is not in `ANSWERS`, and then
-    # `form.regex` is given; the empty pattern, which is never searched, stands for the None of its type.
+    # `extract` finds the answer in a text of that column, or returns None. For `name: regex`, the only form that is
+    # not in `ANSWERS`, `form.regex` is never None: `or re.compile("")` only satisfies the type checker.
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read_row(index: int, record: Record) -> DataRow:
-        """Read a record by the columns chosen above; `index`, its place in the data, makes a uid where it has none."""
+        """Read a record by the columns chosen above; a missing uid is made of `index`, its place in the data."""
         values, uid = record.values, str(index)
         try:
             problem = _needed("problem", problem_column, _problem(values, problem_column))
@@ -501,7 +501,7 @@ def _text(value: Any, column: str) -> str | None:
         return None
 
     is_number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    is_finite = isinstance(value, int) or (is_number and math.isfinite(value))  # a large int is no float
+    is_finite = isinstance(value, int) or (is_number and math.isfinite(value))  # an int may be too large for a float
     if is_number and is_finite and abs(value) < _LARGEST_NUMBER:
         digits = f"{Decimal(str(value)) or 0:f}"  # `or 0` drops the sign of -0.0; `:f` writes no exponent
         return digits.rstrip("0").rstrip(".") if "." in digits else digits

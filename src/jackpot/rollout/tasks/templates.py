@@ -101,7 +101,7 @@ class Template:
         """Return the special token that the chat template puts after a turn of the model, or an empty text."""
         following = self._after_turn("1+1").lstrip()
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
-        # The longest, since one special token may begin with another.
+        # Take the longest match, since one special token may begin with another.
         return max(filter(following.startswith, special), key=len, default="")
 
     def _after_turn(self, text: str) -> str:

@@ -18,7 +18,7 @@ _MIN_GROWTH = 64  # smallest growth of a buffer, tokens
 
 
 def grown_length(length: int, max_length: int) -> int:
-    """Return the new room for each row of a cache that is full at `length` tokens; it is never above `max_length`."""
+    """Return for how many tokens each row gets room where a cache is full at `length` tokens: at most `max_length`."""
     return min(max_length, length + max(_MIN_GROWTH, length // 2))
 
 
@@ -52,7 +52,7 @@ class BatchKVLayer(DynamicLayer):
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
 
     def reorder_cache(self, beam_idx: Tensor, moved: Tensor | None = None) -> None:
-        """Replace row i by the old row `beam_idx[i]` (transformers' name). Rows that keep their slot cost nothing.
+        """Replace row i by the old row `beam_idx[i]`; rows that stay in place cost nothing.
 
         Args:
             moved: the indices i with `beam_idx[i] != i`; None: computed here, which waits for the device.
@@ -70,12 +70,12 @@ class BatchKVLayer(DynamicLayer):
         return self._length
 
     def _reallocate(self, rows: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of some rows to new buffers with room for more tokens."""
+        """Copy the first `length` tokens of the rows `rows` to new buffers with room for more tokens."""
         self.keys = self._grown(self.keys[:, :, :length], rows)
         self.values = self._grown(self.values[:, :, :length], rows)
 
     def _grown(self, states: Tensor, rows: Tensor) -> Tensor:
-        """Return a larger buffer that begins with some rows of keys or values, [N, heads, S, D]."""
+        """Return a larger buffer that begins with the rows `rows` of `states`: keys or values, [N, heads, S, D]."""
         _, heads, length, size = states.shape
         buffer = states.new_empty(len(rows), heads, grown_length(length, self._max_length), size)
         torch.index_select(states, 0, rows, out=buffer[:, :, :length])  # straight into the buffer, without a copy

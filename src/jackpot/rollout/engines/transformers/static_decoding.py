@@ -29,8 +29,8 @@ from jackpot.rollout.engines.transformers.decoding import DecodingBatch, pack_dr
 from jackpot.rollout.engines.transformers.kv_cache import BatchKVCache, RaggedKVLayer, grown_length
 
 STEPS = 8  # number of decoding steps between two waits for the device
-_FEW_ROWS = 8  # batches of at most so many rows keep finished rows: reading the weights takes most of their time
-STATIC = "jackpot_static"  # value of `config._attn_implementation`; it has no mask function, so no mask is made
+_FEW_ROWS = 8  # batches of at most so many rows keep finished rows: most of a step's time goes to reading the weights
+STATIC = "jackpot_static"  # value of `config._attn_implementation`, for which transformers makes no attention mask
 
 Step = Callable[[], None]
 
@@ -96,7 +96,7 @@ def masked_forward(
 
 
 def decodes_statically(model: PreTrainedModel) -> bool:
-    """Return whether `StaticBatch` can decode a model: it attends by `grouped_attention` to one cached key a token."""
+    """Tell whether `StaticBatch` can decode a model: it needs `grouped_attention` and one cached key for each token."""
     return model.config._attn_implementation == GROUPED and can_pack(model)
 
 
@@ -130,7 +130,7 @@ class GraphCapture:
         events.append(decoding_event("static", cuda_graphs=self._captures))
 
     def __call__(self, step: Step) -> Step:
-        """Return a function that does what `step` does, at the same addresses: `step` itself if nothing is captured.
+        """Return a function that does what `step` does, in the same memory; it is `step` itself if nothing is captured.
 
         Args:
             step: step of decoding, which has run once before.
@@ -141,7 +141,7 @@ class GraphCapture:
         pool = None
         try:
             graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-            stream = torch.cuda.stream(torch.cuda.current_stream())  # a failed capture changes the stream
+            stream = torch.cuda.stream(torch.cuda.current_stream())  # restores the stream that a failed capture changes
             with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 step()
 
@@ -197,7 +197,7 @@ class StaticBatch(DecodingBatch):
 
         longest = int(self._limits[self._rows].max()) - self._num_generated  # most tokens that a row still needs
         count = min(STEPS, longest, self._room - self._length)
-        # The first step on new memory runs as it is and is then captured as `_run`, which repeats it.
+        # On new memory the first step runs uncaptured; then the step is captured as `_run`, which later steps call.
         with threads_for(len(self._last_tokens) * self._model.num_parameters()):
             for _ in range(count):
                 if self._run is None:
@@ -207,7 +207,7 @@ class StaticBatch(DecodingBatch):
                     self._run()
         self._length += count
 
-        records = self._draws[-count:].cpu()  # [count, N, 2 + 2K], packed draws; the only wait for the device
+        records = self._draws[-count:].cpu()  # [count, N, 2 + 2K], with K top tokens; the only wait for the device
         rows, finished = self._rows, []
         self._check_finite(records[:, self._slots])
 
@@ -221,7 +221,7 @@ class StaticBatch(DecodingBatch):
         return finished
 
     def _reorder(self, order: Tensor) -> None:
-        """Reorder the rows as `DecodingBatch._reorder` does; with fixed shapes rows stay, and `_slots` is reordered."""
+        """Reorder the requests: as `DecodingBatch` does or, after `_start`, in `_slots` alone, while no row moves."""
         if not self._is_started:
             super()._reorder(order)
         else:
@@ -232,7 +232,7 @@ class StaticBatch(DecodingBatch):
         runner, cache = self._runner, self._runner.cache
         assert isinstance(cache, BatchKVCache)  # every model that `decodes_statically` has such a cache
         self._cache, self._max_length = cache, runner.max_length
-        self._prompt_length = runner.length  # columns of the prompts
+        self._prompt_length = runner.length  # number of columns of the prompts
         self._length = runner.length  # number of columns that are written
         self._room = runner.length  # number of all columns
         self._padding = runner.length - runner.positions  # [N], columns of padding before each row's prompt
@@ -271,7 +271,7 @@ class StaticBatch(DecodingBatch):
     def _advance(self) -> None:
         """Generate one token in every row; read and write in place and never wait for the device, as captures need."""
         column, model = self._column, self._model  # [1], the column that this step writes
-        positions = (column - self._padding).clamp(max=self._max_position)  # a finished row may be at the context's end
+        positions = (column - self._padding).clamp(max=self._max_position)  # finished rows may run past the context
 
         masks = layer_masks(self._padding[:, None], column[None], self._room, self._windows, model.dtype)
         states = masked_forward(model, self._last_tokens[:, None], positions[:, None], self._cache, masks)

@@ -96,7 +96,7 @@ class ModelWeights:
             tensors[name].data = tensors[name].new_empty(shape)
         self._released = {}
 
-        # Tensors that are copied into the tensor of the same name; the others are weights to quantize.
+        # A sent tensor is copied into the target of the same name; where there is none, its layer quantizes it.
         targets = tensors if as_codes else self._parameters
         digest = WeightsDigest(None if as_codes else self.dtype)
 

@@ -95,7 +95,7 @@ def _draw_drafts(logits: Tensor, sampling: Any) -> tuple[Tensor, Tensor]:
 def expand(
     output: Tensor, values: Tensor, cu_num_tokens: Tensor, replace_from: float, replace_to: float, *_: Any
 ) -> None:
-    """Copy the value of each request to its drafted tokens; replaces vLLM's `expand_kernel` on a CPU.
+    """Copy each request's value, such as its temperature, to its drafted tokens; replaces vLLM's CPU `expand_kernel`.
 
     The function of vLLM 0.32 rounds temperatures to integers and writes them to a copy that is dropped.
 
@@ -125,7 +125,7 @@ def count_drafts(prompt_length: int, response_length: int, metrics: Any) -> Draf
         passes=1 + len(drafted),  # the pass over the prompt, and those that verify drafts
         verifications=len(drafted),
         verified=response_length - 1,  # the first token is that of the pass over the prompt
-        # In each pass the accepted drafts and, if not all were accepted, the one that was rejected.
+        # Each pass judges the accepted drafts and, if not all were accepted, the one that was rejected.
         judged=sum(min(right + 1, drafts) for right, drafts in zip(accepted, drafted, strict=True)),
         accepted=sum(accepted),
         read_alone=prompt_length + response_length - 1,  # what the policy would read without drafts

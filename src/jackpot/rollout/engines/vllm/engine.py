@@ -107,7 +107,7 @@ class VLLMEngine(ThreadEngine):
 
         self._weight_format = WeightFormat.of_model(model, settings.quantization)
         self._llm: Any = None  # vLLM's own engine, made by `_load`; None before that, and after `_shut_down`
-        self._handlers: dict[str, Callable[[Any], None]] = {}  # takes vLLM's output, by vLLM's request id
+        self._handlers: dict[str, Callable[[Any], None]] = {}  # by vLLM's request id, what takes the output
         self._request_ids = count()  # numbers by which vLLM is given its requests
 
         super().__init__(version, thread_name="vLLM")  # starts vLLM's thread, on which `_call` below runs `_load`
@@ -177,11 +177,11 @@ class VLLMEngine(ThreadEngine):
             engine._check_idle()  # raises EngineError if requests are in flight there
         check_weights(weights, self._shapes, self.capabilities.coded_weights)
 
-        self._synchronize()  # the learner's stream has written the tensors that vLLM's stream will read
+        self._synchronize()  # until the learner's stream has written the tensors that vLLM's stream will read
         digest = self._call(lambda: self._replace_weights(weights))
         for engine in followers:
             engine._call(partial(engine._replace_draft_weights, weights))
-        self._synchronize()  # vLLM's stream has read the tensors that the learner's stream will overwrite
+        self._synchronize()  # until vLLM's stream has read the tensors that the learner's stream will overwrite
         return digest
 
     def _synchronize(self) -> None:
@@ -225,7 +225,7 @@ class VLLMEngine(ThreadEngine):
             arguments = self._engine_arguments(vllm, weights, enforce_eager)
             with in_one_process():
                 self._vllm, self._llm = vllm, vllm.LLMEngine.from_engine_args(arguments)
-            _LOADED.add(self)  # while it is there, the end of another engine leaves vLLM's process groups alone
+            _LOADED.add(self)  # while the set has this engine, the end of another leaves vLLM's process groups alone
 
             # Repair the faults that `library.py` and `drafts.py` name, and never sample token ids from `num_ids` on.
             self._llm.apply_model(keep_scales)
@@ -243,7 +243,7 @@ class VLLMEngine(ThreadEngine):
         return Capabilities(
             vocab_size=num_ids,
             num_top_log_probs=num_ids,
-            # vLLM proposes drafts only where they fit into the context, behind those that the same pass verifies.
+            # vLLM drafts only where the context has room for the drafts that a pass verifies and for as many new ones.
             max_model_len=model.max_model_len - 2 * self._num_drafts,
             quantized=is_quantized(self._settings) or bool(model.quantization),
             coded_weights=self._weight_format.coded_weights,

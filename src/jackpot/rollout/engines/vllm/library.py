@@ -29,10 +29,10 @@ _LOAD_FORMAT = "jackpot"  # vLLM's name of the loader that takes weights from th
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # selects vLLM's second model runner, unless "0"
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"  # "0": vLLM's engine runs in the process that makes it
 _ENVIRONMENT = {  # defaults of environment variables that the user has not set
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's threads share the cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM binds no thread to a core: the learner's threads use the cores too
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    SECOND_RUNNER: "0",  # tests ran with the first model runner; with Triton vLLM would take the second
+    SECOND_RUNNER: "0",  # tests ran with the first model runner; where Triton is installed vLLM takes the second
 }
 
 

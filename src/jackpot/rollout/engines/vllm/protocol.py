@@ -25,7 +25,7 @@ from jackpot.rollout.engines.servers.protocol import (
     log_prob_row,
 )
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises lower temperatures to 0.01, and refuses higher ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises lower temperatures to 0.01, and refuses any above 2
 _REMEDIES = Remedies(
     wrong_end="a setting of its own. Start it with --generation-config vllm and without other overrides",
     few_log_probs="start the server with --max-logprobs -1, or ask for fewer with sampling.num_top_log_probs",
@@ -47,7 +47,7 @@ def check_temperature(temperature: float, subject: str) -> None:
 
 
 def to_sampling_params(request: Request, eos_token_ids: Sequence[int], max_model_len: int) -> dict[str, Any]:
-    """Return a request's sampling as keywords that vLLM's `SamplingParams` and its completions API share.
+    """Return a request's sampling settings as keywords that vLLM's `SamplingParams` and its completions API share.
 
     The seed is hashed once more, because vLLM's generators on a CPU keep only 32 bits of a seed.
     """
@@ -172,7 +172,7 @@ def parse_log_probs(answer: Any, *, request: LogProbRequest, uid: str) -> list[f
         tokens = request.prompt[-count:]
         values = [_log_prob(entry[str(token)]["logprob"]) for token, entry in zip(tokens, entries, strict=True)]
 
-    # Of the one sampled position. Here vLLM names a token by its id, as in `token_id:42`.
+    # Add the log-prob of `request.token` at the one sampled position, where vLLM names a token as in `token_id:42`.
     values.append(_log_prob(choice["logprobs"]["top_logprobs"][0][f"{_PREFIX}{request.token}"]))
     check_log_probs(values, uid)
     return values

@@ -34,7 +34,7 @@ class VLLMReplica(Replica):
         self._model_name = ""  # name of the server's model, which every request for a completion gives
 
     async def _read_facts(self) -> VLLMServerInfo:
-        """Ask the server for its model's name, which is stored, and its settings, sizes and parameters; return these.
+        """Ask the server for facts: store the name of its model; return its settings, sizes and parameters.
 
         Raises:
             EngineError: the facts have an unknown form, or do not fit the run.

@@ -59,7 +59,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         vllm_config["parallel_config"][f"{kind}_parallel_size"] for kind in ("tensor", "pipeline")
     )
     sizes = _inspected_sizes(inspection, tensor_parallel, has_all_layers=pipeline_parallel == 1)
-    max_log_probs = int(model["max_logprobs"])  # below 0: as many as there are tokens
+    max_log_probs = int(model["max_logprobs"])  # below 0: as many as the vocabulary has tokens
     cache_dtype = str(vllm_config["cache_config"]["cache_dtype"])
 
     return VLLMServerInfo(
@@ -72,7 +72,7 @@ def parse_server_info(vllm_config: Mapping[str, Any], inspection: str, checksums
         speculative=vllm_config.get("speculative_config") is not None,
         quantization=model["quantization"],
         cache_dtype=cache_dtype,
-        # Quantized are the weights, or the keys and values in the cache.
+        # True where the weights, or the keys and values in the cache, are quantized.
         quantized=model["quantization"] is not None or cache_dtype not in ("auto", *_DTYPE_NAMES.values()),
         logprobs_mode=str(model["logprobs_mode"]),
         num_top_log_probs=sizes["vocab_size"] if max_log_probs < 0 else min(max_log_probs, sizes["vocab_size"]),
@@ -94,7 +94,7 @@ def _inspected_sizes(inspection: str, tensor_parallel: int, has_all_layers: bool
         sizes |= {"hidden_size": int(match[1]), "vocab_size": int(match[2])}
     if match := re.search(r"Attention\(head_size=(\d+), num_heads=(\d+), num_kv_heads=(\d+)", inspection):
         sizes |= {"head_dim": int(match[1]), "num_attention_heads": int(match[2]) * tensor_parallel}
-        # Several ranks may have copies of one key head, so that their number is not known.
+        # The number of key heads is not known from one of several ranks, since ranks may have copies of one key head.
         sizes |= {"num_key_value_heads": int(match[3])} if tensor_parallel == 1 else {}
     if match := re.search(r"\(down_proj\): RowParallelLinear\(in_features=(\d+)", inspection):
         sizes |= {"intermediate_size": int(match[1]) * tensor_parallel}

@@ -40,7 +40,7 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "scale_fmt": "ue8m0",
     },
 }
-_UNQUANTIZED_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}  # key of the list of unquantized layers
+_UNQUANTIZED_KEYS = {"int8_w8a8": "ignore", "fp8": "modules_to_not_convert"}  # config key of the unquantized layers
 _HEAD = "lm_head"  # vLLM's name of the output layer, tied or not
 
 
@@ -79,8 +79,8 @@ class WeightFormat(Format):
                     f"vLLM would quantize more of {type(model).__name__} than its linear layers: "
                     f"{', '.join(not_linear[:3])}. Use engine.quantization=int8_w8a16, or engine=transformers"
                 )
-            # vLLM must be told which linear layers stay unquantized: those kept for one of these reasons, and the
-            # output layer.
+            # vLLM must be told which linear layers stay unquantized: the output layer, and the layers that
+            # `quantized_names` has left unquantized for one of the three reasons below.
             layers = [
                 name.removesuffix(".weight")
                 for name, reason in unquantized.items()

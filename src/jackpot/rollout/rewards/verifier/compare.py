@@ -108,10 +108,10 @@ def is_readable(reference: str) -> bool:
 
 
 def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
-    """Tell whether a normalized answer equals a normalized reference; how they are compared depends on the reference.
+    """Return whether a normalized answer equals a normalized reference, by rules for what the reference is.
 
-    The reference may be a relation, a number in another base, words, a structure (a tuple, a set, ...), or else a
-    single expression. Members of a structure are compared by this function too.
+    It may be a relation, a number in another base, words, a structure (a tuple, a set, ...), or else a single
+    expression. The members of a structure are compared by this same function.
     """
     answer_name, reference_name = _name(answer), _name(reference)
     if answer_name != reference_name and _RELATION.search(answer) and _RELATION.search(reference):
@@ -127,7 +127,7 @@ def _compare(answer: str, reference: str, algebra: Algebra) -> bool:
     if len({without_text_marks(text).replace("} ", "}") for text in (answer, reference)}) == 1:
         return reference != ""
 
-    # Unless the reference is a number, try these forms; a number, and a text of none of them, is an expression.
+    # Unless the reference is a number, find out whether it has one of the forms below; else it is an expression.
     if parse_quantity(reference, is_reference=True) is None:
         if (value_and_base := _in_base(reference)) is not None:
             # An answer without a base is read in the base of the reference.
@@ -169,13 +169,13 @@ def _words(text: str) -> str | None:
     inside = _unwrapped(text)
     if letter := _LETTER.fullmatch(inside):
         return letter[1]
-    # Without `\text{...}` it must look like words, of three letters or in capitals; in it any letter suffices.
+    # A text outside `\text{...}` must begin with a word of three letters, or be capitals; one inside needs a letter.
     is_words = _WORDS.fullmatch(inside) if inside == text else re.search("[A-Za-z]", inside)
     return inside if is_words and parse_structure(inside) is None else None
 
 
 def _same_words(answer: str | None, reference: str) -> bool:
-    """Compare the words of an answer and a reference; case counts for single letters and words in capitals."""
+    """Tell whether the words are equal; case counts only where the reference is a single letter or all in capitals."""
     mine, theirs = (" ".join(text.replace("-", " ").rstrip(".").split()) for text in (answer or "", reference))
     return mine == theirs if reference.isupper() or len(reference) == 1 else mine.lower() == theirs.lower()
 
@@ -190,8 +190,8 @@ def _as_structure(answer: Structure | None, reference: Structure, algebra: Algeb
     # Both or neither must have members with names, such as `x = 1`.
     if len(members) != len(expected) or any(map(_name, members)) != any(map(_name, expected)):
         return False
-    # Compare in order, also where every member of the reference is of words (`_words` is None for others), and no
-    # member is a single letter.
+    # Compare in order if the reference is ordered, or if all of its members are words longer than one letter
+    # (`_words` is None for a member that is not words).
     if reference.ordered or all(len(_words(member) or "") > 1 for member in expected):
         return all(map(partial(_compare, algebra=algebra), members, expected))
 
@@ -214,7 +214,7 @@ def _without_shared_name(members: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
-    """Compare expressions, and numbers with units; a relation such as `x < 2` equals only a relation."""
+    """Tell whether expressions, or numbers with units, are equal; a relation such as `x < 2` equals only a relation."""
     quantity, expected = parse_quantity(answer, is_reference=False), parse_quantity(reference, is_reference=True)
     if quantity and expected:
         return quantity.value == expected.value and units_agree(quantity.unit, expected.unit)
@@ -248,7 +248,7 @@ def _as_expression(answer: str, reference: str, algebra: Algebra) -> bool:
 
 
 def _by_algebra(answer: str, reference: str, algebra: Algebra) -> bool:
-    r"""Compare by algebra, but return False where bases, `\ldots` or `\mod 7` differ, which algebra would drop."""
+    r"""Compare by algebra, but return False if bases differ or one text alone has dots or mod: algebra drops these."""
     bases_differ = _BASE_WITHIN.findall(answer) != _BASE_WITHIN.findall(reference)
     if bases_differ or bool(_OPEN.search(answer)) != bool(_OPEN.search(reference)):
         return False

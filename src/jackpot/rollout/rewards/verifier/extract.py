@@ -3,7 +3,7 @@
 import re
 from collections import deque
 
-MAX_ANSWER_LENGTH = 2_000  # characters; the longest answer in MATH has 160
+MAX_ANSWER_LENGTH = 2_000  # most characters of an answer; the longest answer in MATH has 160
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HASHES = re.compile(r"(?<!#)####(?!#)([^\n]*)(\n?)")

@@ -38,7 +38,7 @@ _SIGNS = _FRACTIONS | {  # replacements of single signs and commands
     "…": r"\ldots ",
 }
 _E_NOTATION = r"(?<![\w.\\^])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d+)(?!\d|\.\d|\}?_)"  # 1E5, but not 1E5_{16} in base 16
-# A number in e-notation stands alone if this stands before it, and this after it.
+# A number in e-notation stands alone if `_BEGINS` matches the text before it, and `_ENDS` the text after it.
 _BEGINS = re.compile(r"(?:^|[,;=:(\[]|\\\{|\\(?:approx|sim|pm))(?:\s|\\?\$)*[-+]?$")
 _ENDS = re.compile(r"(?:\s|\\?\$)*(?:$|[,;=:)\]%~.]|\\(?:text|mathrm|[%},;: ]))|\s[A-Za-z]")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")

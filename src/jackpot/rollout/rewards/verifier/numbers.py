@@ -62,7 +62,7 @@ def parse_quantity(text: str, is_reference: bool) -> Quantity | None:
 
     try:
         return Quantity(_value(match.groupdict("")), "dollar" if match["dollar"] else unit)
-    except (ValueError, ZeroDivisionError):  # a period without a decimal point, thousands of digits, or n / 0
+    except (ValueError, ZeroDivisionError):  # repeating digits but no decimal point, thousands of digits, or n / 0
         return None
 
 
@@ -101,11 +101,11 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
     The unit is "" where there is none. Return None where words in `\text{...}` follow that are neither a unit nor a
     label. Plain words that may be algebra, a product of letters, stay in the expression.
     """
-    # A sign, such as `%`. All signs that match are known units, so "" never stands in for one.
+    # The unit may be a sign, such as `%`. All signs that match are known units, so "" never stands in for one.
     if (match := _SIGN_UNIT.search(text)) and not _FUNCTION.search(text):
         return text[: match.start()], read_unit(match[1], symbols=True) or ""
 
-    # Words in `\text{...}`, perhaps in a fraction or a product.
+    # The unit may be words in `\text{...}`, perhaps in a fraction or a product.
     if r"\text{" in text:
         text = _UNIT_FRACTION.sub(r"\1/\2", text)
         if match := _TEXT_UNIT.search(text):
@@ -113,7 +113,7 @@ def split_unit(text: str, is_reference: bool) -> tuple[str, str] | None:
             unit = read_unit(_FACTOR.sub(r" \1", match.group()), symbols=True)
             return None if unit is None else (text[: match.start()], unit)
 
-    # Plain words. Group 1 is the space before them, group 2 the words.
+    # The unit may be plain words. Group 1 is the space before them, group 2 the words.
     match = _PLAIN_UNIT.search(text)
     if match and (unit := _plain_unit(match[2], is_apart=bool(match[1]), is_reference=is_reference)):
         return text[: match.start()], unit

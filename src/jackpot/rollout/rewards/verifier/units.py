@@ -166,12 +166,13 @@ def units_agree(answer: str, reference: str) -> bool:
     """Return whether the unit of an answer agrees with the unit of the reference.
 
     Where both have a unit, the units must be equal. Every unit agrees with a label of the reference, such as `apples`.
-    A label of the answer agrees with no unit. An answer's `K` agrees with kelvin alone, not with a number without unit,
-    because it may mean thousand.
+    A label of the answer agrees with no unit. An answer's `K` agrees with kelvin and `K` alone, not with a number
+    without unit, because it may mean thousand.
     """
     if answer == _K:  # kelvin or thousand
         return reference in (_K, "kelvin")
-    # No unit on one side, equal units, a label, or kelvin where the reference has `K`
+    # Units agree if one side has none, if they are equal, if the reference has a label, or if the answer has kelvin
+    # and the reference `K`.
     return answer in ("", reference) or reference in ("", LABEL) or (answer, reference) == ("kelvin", _K)
 
 
