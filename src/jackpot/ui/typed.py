@@ -165,5 +165,6 @@ def register(
         function(**options)
 
     paragraphs = (function.__doc__ or "").split("\n\n")
-    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # as wide as the terminal
+    # Make each paragraph one line, which the terminal breaks at its own width.
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app.command(name, cls=Command, help=text)(call)

@@ -58,7 +58,7 @@ def corrections(result: ReplayResult) -> Section:
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
 
-    # Results that also have numbers from whole distributions, which were known in some states, the same for all.
+    # Results that also have numbers from whole distributions. These were known in some states, the same for all.
     exact = [(names, correction) for names, correction in rows if correction.tv_after_correction is not None]
     if exact:
         details.append(
