@@ -27,7 +27,7 @@ from jackpot.training.learner import Scorer, StepResult
 from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_ids, check_lists
 
-THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
+THOROUGH_CHECKS = 2  # number of thorough checks after each start of a run: before and after the first weight update
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one rollout in QUICK_SHARE, but at least QUICK_FEWEST
@@ -360,7 +360,7 @@ def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the first rollouts of a batch, as many as it takes to have CHECKED_TOKENS sampled tokens."""
-    # By rollout, the sampled tokens before it; the sum over all rollouts comes last and is not used.
+    # For each rollout, the number of sampled tokens before it; that of all rollouts comes last and is not used.
     tokens_before = accumulate((int(rollout.sampled_mask.sum()) for rollout in rollouts), initial=0)
     return [rollout for rollout, tokens in zip(rollouts, tokens_before, strict=False) if tokens < CHECKED_TOKENS]
 

@@ -125,7 +125,7 @@ class JointForward:
     def scores(self, batch: TokenBatch, outputs: ModelOutputs, old: OldLogProbs | None) -> TokenScores:
         """Return the outputs of the models, such as log-probs and Z, as columns of the micro-batch, [B, T].
 
-        Z is the expected acceptance; lam divides acceptance probabilities. A budget of the correction chooses both.
+        Z is the expected acceptance; lam divides acceptance probabilities. Where there is a budget, it chose both.
         """
         objective = self._objective
         scores = token_scores(

@@ -145,7 +145,7 @@ class JointLearner(Learner):
             pads=not can_pack(policy),
         )
 
-        self._old_version = Version(policy=0, rollout_model=0)  # of the weights that gave the old log-probs
+        self._old_version = Version(policy=0, rollout_model=0)  # version of the weights that gave the old log-probs
         self._kept_weights: dict[Role, KeptWeights] = {}  # by model, the copy that `keep_weights` made
         # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
@@ -205,7 +205,7 @@ class JointLearner(Learner):
         They cost a forward pass without gradient over the rollout batch. The pass is left out, and `old` is None, for a
         single optimizer step, whose training pass gives the log-probs, and for steps that only distil.
         """
-        self._old_version = self.version  # of the weights that give the old log-probs
+        self._old_version = self.version  # version of the weights that give the old log-probs
         if len(mini_batches) == 1 or self._only_distils:
             return [[MicroBatch(tokens=batch, old=None) for batch in mini_batch] for mini_batch in mini_batches]
 
@@ -377,7 +377,7 @@ class JointLearner(Learner):
             yield partial(write_part, part.path(folder / _MOMENTS, role), tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a learner needs to continue beside the files of `save`; without a reference, its entry is None."""
+        """Return what a learner needs to continue beside the files of `save`; its "reference" may be None."""
         objective, reference = self._rollout_objective, self._forward.reference
         return self._optimizer.state_dict() | {
             "reference": reference.digest if reference else None,

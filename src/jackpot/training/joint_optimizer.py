@@ -120,7 +120,7 @@ class JointOptimizer:
 
         events = []
         for role in counts:
-            optimizer, scale = self._optimizers[role], 1.0  # factor of the learning rate
+            optimizer, scale = self._optimizers[role], 1.0  # `scale`: factor of the learning rate
             why = self._reason_to_skip(role, metrics, tokens, denominators[role])
             if role == "policy" and self._effective_share and not why:
                 share = float(self._effective_share(metrics))  # NaN where no sample has a weight

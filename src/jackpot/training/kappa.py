@@ -230,7 +230,7 @@ class KappaRepair:
 
         error, is_chosen = _to_repair(errors, norms, self._objective.kappa_tolerance)
         any_rank_repairs = ~(error <= self._objective.kappa_tolerance)  # True also where the error is NaN
-        # Copy the scale, whether any rank repairs, and the choice of sequences to the CPU: the only wait for the device.
+        # Copy scale, whether any rank repairs, and the choice of sequences to the CPU: the only wait for the device.
         decisions = torch.cat([torch.stack([scale, any_rank_repairs]), is_chosen])
         factor, is_repaired, *chosen = decisions.tolist()  # `chosen`: 1 or 0 for each sequence
 
@@ -253,7 +253,7 @@ class KappaRepair:
         batches = [micro.batch for micro in passes]
         rows: list[list[int]] = []
         columns_by_uid: dict[str, dict[str, Tensor]] = {}
-        remaining = iter(chosen)  # for the sequences of the batches that are still to come
+        remaining = iter(chosen)  # 1 or 0 for the sequences of the batches that are still to come
 
         # The rows of the chosen sequences in each batch, and by uid the columns that the loss of a sequence needs.
         for micro, delta in zip(passes, deltas, strict=True):

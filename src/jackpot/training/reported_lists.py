@@ -18,7 +18,7 @@ LISTED_TOKENS = 65536  # rollouts of a batch are read until they have this many 
 LARGEST_MASS = 1.0 + 1e-3  # largest sum of the probabilities of a top-k list, with room for rounding
 FALSE_ALARM = 1e-9  # probability that `Bets` ever refuse a sound engine, in a run of any length
 TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # for each d, a bet that the engine samples at temperature / (1 + d)
-ANOTHER_PASS = 0.02  # nats by which a token's log-prob may differ when another batch computes it
+ANOTHER_PASS = 0.02  # most nats by which a token's log-prob may differ when another batch computes it
 REPEATS = (0.02, 0.5)  # for each b, a bet that this share of the responses are copies of earlier ones
 BIASES = (-0.5, -0.1, 0.1, 0.5)  # for each d, bets that the engine multiplies one token's probability by 1 + d
 WATCHED = 32  # number of tokens on which the bets of BIASES are made
@@ -223,7 +223,7 @@ class SamplingEvidence:
         where f is a token's reported log-prob, at least FLOOR, and E the mean over the reported distribution. For the
         error's text, f of the drawn tokens and E[f] are added up, too.
         """
-        probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # of the listed tokens, [N, K]
+        probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # [N, K], of the tokens in the lists
         # Tokens outside the list, taken together: their f, and the probability that is left for them, [N].
         f_outside, prob_outside = f.min(-1).values, (1.0 - probs.sum(-1)).clamp(min=0.0)
         is_drawn = lists.top_ids == lists.token_ids[:, None]  # [N, K]
