@@ -72,7 +72,7 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
     Args:
         runs: the lines of metrics.jsonl of each run.
     """
-    columns: list[dict[int, Number]] = []  # of each run that has the metric: its value by iteration
+    columns: list[dict[int, Number]] = []  # for each run that has the metric, its value by iteration
     for lines in runs:
         if column := {line["iteration"]: line[metric] for line in lines if metric in line}:
             columns.append(column)

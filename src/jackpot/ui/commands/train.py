@@ -341,7 +341,7 @@ def _change_cells(
 def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> list[str]:
     """Return a sentence on the FLOPs and CPU seconds of a run up to its last evaluation; none before training."""
     *_, spent = summary.points_of(lines, config)  # the last evaluation, with what the run has cost up to it
-    flops = spent.flops + spent.training_flops  # of rollouts, and of training
+    flops = spent.flops + spent.training_flops  # FLOPs of rollouts and of training
     if not flops:
         return []
 
