@@ -27,11 +27,12 @@ from jackpot.training.learner import Scorer, StepResult
 from jackpot.training.limits import LARGEST_GAPS, precisions
 from jackpot.training.reported_lists import ReportedLists, SamplingEvidence, check_ids, check_lists
 
-THOROUGH_CHECKS = 2  # thorough checks after every start of a run: before and after the first weight update
+THOROUGH_CHECKS = 2  # number of thorough checks after each start of a run: before and after the first weight update
 CHECKED_TOKENS = 4096  # sampled tokens that a thorough check scores, in whole rollouts
 QUICK_TOKENS, QUICK_ROLLOUTS = 256, 16  # most tokens and rollouts that a quick check scores
 QUICK_SHARE, QUICK_FEWEST = 16, 4  # a quick check scores one rollout in QUICK_SHARE, but at least QUICK_FEWEST
-# The mean gap at any depth of a response is allowed up to the largest allowed gap of all tokens, divided by this.
+# At single positions in responses (depths), a mean gap up to the largest allowed gap of all tokens divided by this
+# number is always allowed.
 ALWAYS_ALLOWED = 4.0
 LIST_GAP_FACTOR = 3.0  # largest total variation of top-k lists, as a multiple of the largest allowed gap of tokens
 
@@ -71,7 +72,8 @@ class EngineCheck:
         self._role: Role = role
         self._column = Version._fields.index(role)  # column of this model in `Rollout.versions`
         self._thorough: set[int] = set()  # versions of weights whose rollouts were checked thoroughly
-        # Of all batches since the start: that tokens are not drawn as reported; that log-probs leave training's.
+        # Evidence of all batches since the start: that tokens are not drawn as reported, and that log-probs drift away
+        # from training's.
         self._evidence, self._gap_evidence = SamplingEvidence(), GapEvidence()
         # Version of the weights of which the learner keeps a copy; None: no copy.
         self._copied_version: int | None = None
@@ -83,7 +85,7 @@ class EngineCheck:
             self._copied_version = self._learner.version[self._column]
 
     def check_batch(self, engine: Engine, rollouts: Sequence[Rollout], iteration: int) -> None:
-        """Check the rollouts of an iteration that the model generated, before they are trained on.
+        """Check the rollouts that the engine's model generated for an iteration, before they are trained on.
 
         Rollouts of weights that the learner neither holds nor keeps cannot be scored again and are skipped.
 
@@ -134,7 +136,7 @@ class EngineCheck:
     def check_gaps(
         self, engine: Engine, rollouts: Sequence[Rollout], gaps: Mapping[str, Tensor], iteration: int
     ) -> None:
-        """Check every token of an iteration that the model generated, after the steps on the batch and before saving.
+        """Check every token that the engine's model generated for an iteration, after the steps and before saving.
 
         Nothing is checked where top-p or top-k truncates the engine's distribution and the top-k lists do not name all
         tokens that are left, because then training's log-probs are those of another distribution.
@@ -358,13 +360,13 @@ def _sampled_tokens(rollouts: Sequence[Rollout]) -> int:
 
 def first_rollouts(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """Return the first rollouts of a batch, as many as it takes to have CHECKED_TOKENS sampled tokens."""
-    # By rollout, the sampled tokens before it; the sum over all rollouts comes last and is not used.
+    # For each rollout, the number of sampled tokens before it; that of all rollouts comes last and is not used.
     tokens_before = accumulate((int(rollout.sampled_mask.sum()) for rollout in rollouts), initial=0)
     return [rollout for rollout, tokens in zip(rollouts, tokens_before, strict=False) if tokens < CHECKED_TOKENS]
 
 
 def sample_rollouts(rollouts: Sequence[Rollout], seed: int) -> list[Rollout]:
-    """Cut a batch into up to QUICK_ROLLOUTS equal parts, choose a rollout of each, and return their first tokens.
+    """Cut a batch into up to QUICK_ROLLOUTS equal parts; return a rollout of each part, cut to its first tokens.
 
     The seed chooses the rollout of each part, because at equal distances all could come from one of several servers
     that take turns. A small batch gives fewer rollouts, since each is read with its prompt: scoring 16 of 64 short

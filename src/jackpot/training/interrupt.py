@@ -36,14 +36,14 @@ class StopSignal:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Set the handlers of before the block again."""
+        """Restore the handlers that the signals had before the block."""
         self._restore()
 
     def _request(self, signum: int, frame: Any) -> None:
         """Handle the first signal: ask for the end of the run, and let the next signal end the process at once."""
         self.requested = True
         self._restore()
-        # A process that ignored Ctrl-C before the block would ignore the next one too: let it end the process.
+        # If the process ignored Ctrl-C before the block, the restored handler would too: have Ctrl-C end the process.
         if self._before[signal.SIGINT] is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if signum == HANGUP:

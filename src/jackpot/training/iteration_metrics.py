@@ -17,7 +17,7 @@ from jackpot.training.learner import StepResult
 WITH_STANDARD_ERROR = ("obrs/acceptance_minus_z", "mismatch/ratio")  # summed over the first epoch only
 # Metrics from which the standard error of obrs/acceptance_minus_z is computed.
 _BY_RESPONSE, _VARIANCE = "obrs/acceptance_by_response", "obrs/acceptance_variance"
-FEWEST_TOKENS = 100  # of fewer tokens, the effective sample size is near their number, whatever their weights are
+FEWEST_TOKENS = 100  # an effective sample size of fewer is NaN: it would be near their number for all weights
 # By name of a metric, the metrics that are derived from it, each with the function that computes its value.
 _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {
     "mismatch/ratio": {
@@ -31,7 +31,7 @@ _DERIVED: dict[str, dict[str, Callable[[Any], Tensor]]] = {
     "mismatch/sequence_log_ratio": {"mismatch/sequence_log_ratio_variance": lambda metric: metric.variance},
     "correction/weight": {"correction/ess": lambda metric: _of_many(metric, metric.effective_share)},
 }
-_PREFIX = "mismatch/prefix_ess_"  # how the names of further effective shares begin that are NaN for few tokens
+_PREFIX = "mismatch/prefix_ess_"  # beginning of the names of effective sample sizes of response prefixes
 _NOT_SHOWN = (  # metrics that only serve to compute other numbers
     "policy/largest_kept_advantage",
     "policy/largest_advantage",

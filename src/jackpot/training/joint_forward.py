@@ -40,7 +40,8 @@ class ModelOutputs(NamedTuple):
     hidden: dict[Role, Tensor]  # hidden states of each model that predict the tokens, [N, H]
     head: HeadOutput | JointOutput
     reference_kl: Tensor | None  # [N] KL to the reference; None where there is no reference
-    # Z and lam of each token, [N] float64, where the correction's budget chooses them; else None
+    # Z (expected acceptance) and lam (divisor of acceptance probabilities) of each token, [N] float64, where the
+    # correction's budget chooses them; else None
     budgeted: tuple[Tensor, Tensor] | None
 
 
@@ -93,7 +94,7 @@ class JointForward:
         )
 
     def __call__(self, batch: TokenBatch, old: OldLogProbs | None = None) -> TokenScores:
-        """Run both models and the joint head over a micro-batch."""
+        """Run both models and the joint head over a micro-batch, and return what `scores` makes of their outputs."""
         return self.scores(batch, self.outputs(batch, old), old)
 
     def send(self, batch: TokenBatch, old: OldLogProbs | None) -> TokenBatch:
@@ -111,7 +112,7 @@ class JointForward:
         return batch_to(batch, self.device)
 
     def outputs(self, batch: TokenBatch, old: OldLogProbs | None, is_trained: bool = False) -> ModelOutputs:
-        """Run the backbones and the joint head over a micro-batch.
+        """Run the backbones and the joint head over a micro-batch; return hidden states and the head's output.
 
         No exact Z (expected acceptance) is computed where `old` holds the Z that the correction uses, because the
         weights that generated the rollouts may no longer exist.
@@ -122,7 +123,10 @@ class JointForward:
         return self.run(lambda: self._outputs(batch, old, is_trained))
 
     def scores(self, batch: TokenBatch, outputs: ModelOutputs, old: OldLogProbs | None) -> TokenScores:
-        """Return the outputs of the models as columns of the micro-batch, [B, T]; with a budget, its Z and lam."""
+        """Return the outputs of the models, such as log-probs and Z, as columns of the micro-batch, [B, T].
+
+        Z is the expected acceptance; lam divides acceptance probabilities. Where there is a budget, it chose both.
+        """
         objective = self._objective
         scores = token_scores(
             outputs.head,
@@ -224,7 +228,7 @@ class JointForward:
 
         reference_kl = None
         if self.reference and is_trained:
-            # A head that reads both models has an output for each, a head that reads the policy alone is its output.
+            # The head returns an output of each model or, where it reads the policy alone, the policy's output itself.
             log_probs = head.policy.log_probs if self.runs_both else head.log_probs
             reference_kl = self.reference.kl(batch, hidden["policy"], log_probs)
 

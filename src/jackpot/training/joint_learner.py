@@ -103,7 +103,7 @@ class JointLearner(Learner):
         reference: Reference | None = None,
         gathered: Gathered | None = None,  # holds the models where they are sharded over ranks
     ) -> None:
-        """Freeze the models without an optimizer, and make the parts that run, step and correct."""
+        """Freeze the models without an optimizer; build the forward pass, the optimizer and the repair of gradients."""
         policy, rollout_model = models["policy"], models.get("rollout_model")
         self.models: dict[Role, PreTrainedModel] = {"policy": policy, "rollout_model": rollout_model or policy}
         self._objective = objective
@@ -114,7 +114,7 @@ class JointLearner(Learner):
 
         for role, model in self.models.items():
             model.eval()  # no dropout: old and current log-probs of equal weights are equal
-            # Without a rollout model, its role has the policy too, which must not be frozen then.
+            # Without a rollout model, `models` has the policy in both roles, and the second one must not freeze it.
             if role not in optimizers and (role == "policy" or rollout_model is not None):
                 model.requires_grad_(False)
 
@@ -145,7 +145,7 @@ class JointLearner(Learner):
             pads=not can_pack(policy),
         )
 
-        self._old_version = Version(policy=0, rollout_model=0)  # of the weights that gave the old log-probs
+        self._old_version = Version(policy=0, rollout_model=0)  # version of the weights that gave the old log-probs
         self._kept_weights: dict[Role, KeptWeights] = {}  # by model, the copy that `keep_weights` made
         # True where the rollout model's distillation is the only loss: no term needs the old policy.
         self._only_distils = "policy" not in optimizers and not (
@@ -189,11 +189,12 @@ class JointLearner(Learner):
         gaps: GapColumns = []
 
         for index, micro_batches in enumerate(steps):
-            # Else the rollout model steps once, in the last step, on the sum of its gradients.
+            # With `rollout_model.update: iteration` this model steps once, at the end, on the sum of its gradients.
             steps_rollout_model = self._options.rollout_model_each_step or index == len(steps) - 1
             result, step_gaps = self.update(micro_batches, trace, steps_rollout_model)
             results.append(result)
-            gaps = step_gaps + gaps  # newest first, since the last of equal uids wins: a rollout's first step counts
+            # Newest step first: `column_on_host` keeps the last of equal uids, so a rollout's first step counts.
+            gaps = step_gaps + gaps
 
         # All gaps come in one transfer, so that no step waits for the device.
         return TrainResult(steps=results, engine_gaps=column_on_host(gaps))
@@ -204,7 +205,7 @@ class JointLearner(Learner):
         They cost a forward pass without gradient over the rollout batch. The pass is left out, and `old` is None, for a
         single optimizer step, whose training pass gives the log-probs, and for steps that only distil.
         """
-        self._old_version = self.version  # of the weights that give the old log-probs
+        self._old_version = self.version  # version of the weights that give the old log-probs
         if len(mini_batches) == 1 or self._only_distils:
             return [[MicroBatch(tokens=batch, old=None) for batch in mini_batch] for mini_batch in mini_batches]
 
@@ -289,11 +290,11 @@ class JointLearner(Learner):
         """
         batch = micro.tokens
         outputs = self._forward.outputs(batch, micro.old, is_trained=True)
-        # Records the gradient's norm at each hidden state, by which `KappaRepair` adapts to the step's own totals.
+        # Records the gradient's norm at each hidden state, by which `KappaRepair` estimates the error that it leaves.
         norms = HiddenNorms(outputs.hidden["policy"]) if known.are_provisional else None
 
         scores = self._forward.scores(batch, outputs, micro.old)
-        old = micro.old or OldLogProbs.of(scores)  # none: a single step, or only distilling
+        old = micro.old or OldLogProbs.of(scores)  # `micro.old` is None in a single step, or if only distilling
         # `inputs` is what the policy's correction reads, `measured` this micro-batch's part of the totals.
         inputs, measured = measured_inputs(self._objective, batch, old, OldLogProbs.of(scores))
         # If no totals are known, this is the only micro-batch of the rank: sums over the ranks are the step's totals.
@@ -365,7 +366,7 @@ class JointLearner(Learner):
         return files
 
     def _writers(self, folder: Path, roles: Sequence[Role]) -> Iterator[Callable[[], list[Path]]]:
-        """Yield functions that write this rank's part of a model, or of an optimizer's moments, and return files."""
+        """Yield functions, each of which writes this rank's part of a model or of its moments and returns the files."""
         part = self._gathered.part if self._gathered else WHOLE
         for role in roles:
             model = self.critic.model if self.critic and role == "critic" else self.models[role]
@@ -376,7 +377,7 @@ class JointLearner(Learner):
             yield partial(write_part, part.path(folder / _MOMENTS, role), tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a learner needs to continue beside the files of `save`; None for what this learner lacks."""
+        """Return what a learner needs to continue beside the files of `save`; its "reference" may be None."""
         objective, reference = self._rollout_objective, self._forward.reference
         return self._optimizer.state_dict() | {
             "reference": reference.digest if reference else None,
@@ -426,7 +427,7 @@ class JointLearner(Learner):
         return {"rollout_model/distill_weight": Mean.number(objective.distill_weight)}
 
     def _critic_backward(self, batch: TokenBatch) -> Sums:
-        """Run the critic, if any, forward and backward over a micro-batch; return its loss's metrics, else none."""
+        """Run the critic, if any, forward and backward over a micro-batch; return its loss's metrics, else {}."""
         critic = self.critic
         if critic is None:
             return {}

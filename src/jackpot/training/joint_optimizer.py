@@ -90,7 +90,8 @@ class JointOptimizer:
             `sums` and the metrics of the step, on the CPU, and an event for every model that was skipped.
         """
         trained: list[Role] = [role for role in self._optimizers if f"{role}/loss" in sums]
-        # The denominators of the gradients of the models that step now, and of one that is added up over steps.
+        # The denominators of the gradients of the models that step now; `added_count` is the rollout model's, if its
+        # gradient is added up over steps.
         counts: dict[Role, Tensor] = {role: Mean.named(sums, f"{role}/loss").count for role in trained}
         added_count = counts.pop("rollout_model", None) if self._accumulator else None
 
@@ -115,11 +116,11 @@ class JointOptimizer:
         metrics = to_host(sums | reading)
         denominators = {role: float(metrics.pop(f"{role}/denominator").value) for role in counts}
         tokens = float(metrics.pop("tokens").value)
-        metrics |= split_numbers(metrics)  # which removes the sums of `GradientSplit`
+        metrics |= split_numbers(metrics)  # this call also removes the sums of `GradientSplit`
 
         events = []
         for role in counts:
-            optimizer, scale = self._optimizers[role], 1.0  # factor of the learning rate
+            optimizer, scale = self._optimizers[role], 1.0  # `scale`: factor of the learning rate
             why = self._reason_to_skip(role, metrics, tokens, denominators[role])
             if role == "policy" and self._effective_share and not why:
                 share = float(self._effective_share(metrics))  # NaN where no sample has a weight
@@ -168,7 +169,7 @@ class JointOptimizer:
         accumulates = role == "rollout_model" and self._accumulator is not None
         if metrics["health/non_finite_steps"].value > 0 and not accumulates:
             return "non-finite gradient"
-        # An accumulated gradient is without tokens if all its steps were left out, any other if this step has none.
+        # A gradient added up over steps has no token if all its steps were left out; any other, if this step has none.
         if (count if accumulates else tokens) == 0:
             return "no token"
         if role == "policy" and not self._regularized:
@@ -189,13 +190,13 @@ class GradientAccumulator:
         self._count = torch.zeros((), dtype=torch.float64)  # denominator of the sum
 
     def add(self, count: Tensor, others_are_finite: Tensor) -> Tensor:
-        """Move the gradient of one optimizer step from the parameters into the sum, and add up its denominator.
+        """Move the gradient of one optimizer step from the parameters into the sum; add its denominator to the sum's.
 
         A step with a non-finite gradient, of this model on any rank or of another model, adds nothing. All scalars stay
         on the device, so that the CPU does not wait.
 
         Args:
-            count: denominator of the gradient, a scalar.
+            count: denominator of this step's gradient, a scalar.
             others_are_finite: bool scalar, True where the gradients of all other models are finite.
 
         Returns:
@@ -288,7 +289,7 @@ def split_numbers(sums: Sums) -> Sums:
     return {name: Mean.number(value) for name, value in values.items() if math.isfinite(value)}
 
 
-LARGEST_ERROR = 0.2  # largest relative error that one step of the control reacts to
+LARGEST_ERROR = 0.2  # a larger relative error between the measured number and its target counts as this one
 
 
 def next_distill_weight(control: DistillControlConfig, weight: float, *, kl: float, acceptance: float) -> float:

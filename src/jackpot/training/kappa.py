@@ -70,12 +70,12 @@ class StepTotals:
         old_suffices = all(holds_target(micro.old, self._objective) for micro in micro_batches)
         counts: Sums = {  # numbers of micro-batches
             "step": Sum.number(sum(bool(micro.tokens.uids) for micro in micro_batches)),  # with sequences, on all ranks
-            "rank": Max.number(len(micro_batches)),  # on the rank that has most
+            "rank": Max.number(len(micro_batches)),  # all those of the rank that has most
         }
         counts = all_reduce_sums(counts)
 
         # In a step of several micro-batches begin with the totals of an earlier step; `KappaRepair` then corrects the
-        # gradient. It cannot correct one with regularizers, which do not scale with kappa.
+        # gradient. It cannot correct a gradient with regularizers, which do not scale with kappa.
         if not old_suffices and counts["step"].value > 1 and kappa == "auto" and not self._objective.is_regularized:
             return BeforeBackward(totals=self._last, are_provisional=True, seconds=0.0)
         # Leave the totals to the forward pass of each rank's only micro-batch.
@@ -139,7 +139,7 @@ class HiddenNorms:
         hidden.register_hook(self._record)
 
     def spread(self, batch: TokenBatch) -> Tensor:
-        """Return the gradient's norm at the hidden state that predicts each token: [B, T] float32, 0 where none is."""
+        """Return the gradient's norm at the hidden state that predicts each token: [B, T] float32, 0 if not sampled."""
         return torch.zeros_like(batch.rollout_log_probs) if self._rows is None else batch.spread(self._rows)
 
     def _record(self, gradient: Tensor) -> None:
@@ -191,7 +191,8 @@ class KappaRepair:
     ) -> None:
         """Keep what it takes to correct a gradient once the step's kappa is known: loss, parameters, forward pass.
 
-        `max_length` is for the sum of the loss, `pads` says whether sequences that are read again need padding.
+        `max_length` is the most tokens that a response may have, as the loss may divide by it. `pads` says whether
+        sequences that get a second forward pass need padding.
         """
         self._objective = objective
         self._parameters = list(parameters)
@@ -215,11 +216,11 @@ class KappaRepair:
         correction = self._objective.correction
         # The passes with the weights of this step's totals.
         final = [replace(micro, correction=correction.apply(micro.terms.inputs, totals)) for micro in passes]
-        # The factor of the gradient, kappa of this step by the kappa in the gradient; and what each weight then lacks.
+        # `scale`: this step's kappa divided by the kappa in the gradient. `deltas`: what each weight then lacks.
         scale = final[0].correction.kappa / passes[0].correction.kappa
         deltas = [_delta(new.weights, scale * old.weights) for new, old in zip(final, passes, strict=True)]
 
-        norms = [old.norms for old in passes if old.norms is not None]  # none is None: the totals were provisional
+        norms = [old.norms for old in passes if old.norms is not None]  # all have norms: the totals were provisional
         # What each token adds to the error if its sequence is not read again: the share of its weight that is lacking,
         # times the norm of the gradient at the hidden state that predicts it; 0 where nothing is lacking.
         errors = [
@@ -228,8 +229,8 @@ class KappaRepair:
         ]
 
         error, is_chosen = _to_repair(errors, norms, self._objective.kappa_tolerance)
-        any_rank_repairs = ~(error <= self._objective.kappa_tolerance)  # also where the error is NaN
-        # Copy the scale, and what was decided for all and for each sequence, to the CPU: the only wait for the device.
+        any_rank_repairs = ~(error <= self._objective.kappa_tolerance)  # True also where the error is NaN
+        # Copy scale, whether any rank repairs, and the choice of sequences to the CPU: the only wait for the device.
         decisions = torch.cat([torch.stack([scale, any_rank_repairs]), is_chosen])
         factor, is_repaired, *chosen = decisions.tolist()  # `chosen`: 1 or 0 for each sequence
 
@@ -244,15 +245,15 @@ class KappaRepair:
         }
 
     def _repair(self, passes: Sequence[PolicyPass], deltas: Sequence[Tensor], chosen: Sequence[float]) -> None:
-        """Read the chosen sequences again, and add their gradient with the weights `deltas`, [B, T] for each pass.
+        """Run the chosen sequences forward and backward again, with the weights `deltas`, [B, T] for each pass.
 
-        `chosen` has 1 or 0 for each sequence of all passes, in their order. All ranks run as many passes as the rank
-        with the most; a rank that has finished reads a prompt without effect.
+        Their gradient is added to that of the parameters. `chosen` has 1 or 0 for each sequence of all passes, in their
+        order. All ranks run as many passes as the rank with the most; a rank without further sequences runs empty ones.
         """
         batches = [micro.batch for micro in passes]
         rows: list[list[int]] = []
         columns_by_uid: dict[str, dict[str, Tensor]] = {}
-        remaining = iter(chosen)  # for the sequences of the batches that are still to come
+        remaining = iter(chosen)  # 1 or 0 for the sequences of the batches that are still to come
 
         # The rows of the chosen sequences in each batch, and by uid the columns that the loss of a sequence needs.
         for micro, delta in zip(passes, deltas, strict=True):
@@ -299,16 +300,18 @@ def _delta(final_weights: Tensor, used_weights: Tensor) -> Tensor:
 
 
 def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], tolerance: float) -> tuple[Tensor, Tensor]:
-    """Estimate the relative error of the policy's gradient over all ranks, and choose the sequences to read again.
+    """Estimate the relative error of the policy's gradient over all ranks, and choose the sequences to repair.
+
+    A sequence is repaired by a second forward and backward pass, with the weight that each of its tokens still lacks.
 
     Args:
-        token_errors: for each micro-batch, what each token adds to the error if its sequence is not read again, [B, T].
+        token_errors: for each micro-batch, what each token adds to the error if its sequence is not chosen, [B, T].
         norms: for each micro-batch, the norm of the gradient at the hidden state that predicts each token, [B, T].
-        tolerance: largest error that all sequences which are not chosen may have together.
+        tolerance: largest relative error that all sequences which are not chosen may cause together.
 
     Returns:
-        The error if no sequence is read again, a scalar, which is 0 if no cap touches any token; and for each sequence
-        of this rank whether it is chosen. As few sequences as possible are chosen.
+        The relative error if no sequence is chosen, a scalar, which is 0 if no cap touches any token; and for each
+        sequence of this rank whether it is chosen. As few sequences as possible are chosen.
     """
     squares = torch.cat([errors.double().sum(-1).square() for errors in token_errors])
     ascending = all_gather(squares).sort().values  # squared errors of the sequences of all ranks
@@ -319,6 +322,6 @@ def _to_repair(token_errors: Sequence[Tensor], norms: Sequence[Tensor], toleranc
     # For each sequence, the relative error that is left if it and all with smaller squares are not read again.
     errors = torch.where(ascending == 0, 0.0, ascending.cumsum(0) * factor).sqrt()
     smallest_chosen = torch.where(errors <= tolerance, torch.inf, ascending).min()  # a square; inf if none is chosen
-    # The last error is the one if no sequence is read again. Chosen are the squares that are not below the smallest
-    # chosen one, so NaN too; but never 0.
+    # `errors[-1]` is the error if no sequence is read again. A sequence is chosen if its square is not below the
+    # smallest chosen one, or is NaN; but never if its square is 0.
     return errors[-1], ~(squares < smallest_chosen) & (squares != 0)

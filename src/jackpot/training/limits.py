@@ -31,7 +31,7 @@ def precisions(engine: str, training: str, device: str, sampling: Sampling) -> l
 
 
 COLLAPSED_BELOW = 0.5  # share of the best accuracy below which a policy counts as collapsed
-IN_A_ROW = 2  # low evaluations that make a collapse; a single one may be chance
+IN_A_ROW = 2  # number of low evaluations in a row that make a collapse; a single one may be chance
 
 
 class Fall(NamedTuple):
@@ -75,7 +75,7 @@ def fall_of(evaluated: Sequence[tuple[int, float]], problems: int) -> Fall | Non
         problems: number of problems in each evaluation.
     """
     best = 0.0
-    low_in_a_row: list[tuple[int, float]] = []  # the newest evaluations, if they are low
+    low_in_a_row: list[tuple[int, float]] = []  # the newest evaluations, all low; empty if the newest is not
     for iteration, accuracy in evaluated:
         if accuracy < COLLAPSED_BELOW * best and accuracy < best - two_errors(problems, best):
             low_in_a_row.append((iteration, accuracy))

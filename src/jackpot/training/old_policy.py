@@ -54,14 +54,14 @@ class OldPolicySnapshot:
             **old.z._asdict(),
             **({} if old.lam is None else {"lam": old.lam}),
         }
-        self._empty_columns = {name: column[:0] for name, column in columns.items()}  # for their dtypes
+        self._empty_columns = {name: column[:0] for name, column in columns.items()}  # for names and dtypes
         rows = by_rollout(batch, columns)
         self._rows |= dict(zip(_keys(rows).tolist(), rows.values(), strict=True))
 
     def fetch(self, batches: Iterable[TokenBatch]) -> None:
         """Copy the log-probs that each rank has stored to all ranks, if a rank lacks any for its own `batches`."""
         needed = _keys(uid for batch in batches for uid in batch.uids).tolist()
-        # Go on, on all ranks together, if some rank lacks a key that it needs.
+        # All ranks go on if some rank lacks a key that it needs, else none does.
         if not max_over_ranks(not self._rows.keys() >= set(needed)):
             return
 
@@ -120,7 +120,7 @@ def _keys(uids: Iterable[str]) -> Tensor:
 
 
 def holds_target(old: OldLogProbs | None, objective: PolicyObjective) -> TypeGuard[OldLogProbs]:
-    """Return whether the old log-probs alone determine acceptance and Z, whatever the current policy is."""
+    """Return whether the old log-probs alone determine acceptance and its expectation Z, for any current policy."""
     return old is not None and objective.target == "old"
 
 
@@ -151,7 +151,7 @@ def rows_on_host(micro_batches: Sequence[tuple[TokenBatch, Mapping[str, Tensor]]
 
 
 def column_on_host(columns: Sequence[tuple[TokenBatch, Tensor]]) -> dict[str, Tensor]:
-    """Copy one tensor of each micro-batch to the CPU, as `rows_on_host` does several; return rows by rollout uid."""
+    """Copy a tensor of each micro-batch to the CPU, all in one transfer; return its rows by rollout uid, unpadded."""
     rows = rows_on_host([(batch, {"": column}) for batch, column in columns])
     return {uid: row[""] for uid, row in rows.items()}
 

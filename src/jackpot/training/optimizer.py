@@ -34,7 +34,7 @@ SCHEDULES = {  # factor on the learning rate, by the progress after the warm-up,
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
-_MESSAGE = 2**26  # bytes; tensors are sent together in messages of this size at most, and a larger tensor alone
+_MESSAGE = 2**26  # most bytes of tensors that are sent in one message; a larger tensor is sent alone
 
 
 def sum_over_ranks(tensors: Iterable[Tensor]) -> None:
@@ -127,7 +127,7 @@ class ModelOptimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield AdamW's moments of each parameter, named INDEX.MOMENT; none before the first step.
+        """Yield AdamW's moments of each parameter, named INDEX.MOMENT, such as 0.exp_avg; none before the first step.
 
         The moments of a sharded parameter are sharded too.
         """

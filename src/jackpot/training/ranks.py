@@ -179,7 +179,7 @@ class Ranks:
         head = _ALIVE.clone()  # begin as if a sign of life had come
         while torch.equal(head, _ALIVE):
             dist.recv(head, rank, group=group)
-        # A size that does not come with its bitwise complement is none: the connection gave other bytes.
+        # A size comes with its bitwise complement; if it does not, the connection has delivered other bytes.
         size, complement = head.tolist()
         if size != ~complement:
             raise MessageError(
@@ -319,7 +319,7 @@ def follow(ranks: Ranks, build: Callable[[dict[str, Any]], JointLearner]) -> Non
 
 
 def _work(learner: JointLearner, name: str, arguments: dict[str, Any]) -> Any:
-    """Carry out a command with this rank's learner, and return its result; of `save` either "files" or "failed"."""
+    """Carry out a command with this rank's learner; return its result, for `save` a dict with "files" or "failed"."""
     match name:
         case "score":  # a message has the sampling settings as a dict
             arguments = arguments | {"sampling": Sampling(**arguments["sampling"])}

@@ -35,7 +35,7 @@ class Reference:
         """Freeze the reference, and build the head that computes its log-probs or, if `exact`, the divergence."""
         self.model = model.eval().requires_grad_(False)
         self._estimate, self._temperature = estimate, temperature
-        # Checkpoints have it, so that a run does not go on with another reference.
+        # Checkpoints store the digest, so that a run does not go on with another reference.
         self.digest = weights_digest(model.named_parameters(), torch.float32)
         is_exact = estimate == "exact"
         self._head = LinearHead(  # its divergences have no gradient into its first model, here the reference

@@ -17,10 +17,10 @@ from jackpot.core.types import Rollout
 LISTED_TOKENS = 65536  # rollouts of a batch are read until they have this many tokens
 LARGEST_MASS = 1.0 + 1e-3  # largest sum of the probabilities of a top-k list, with room for rounding
 FALSE_ALARM = 1e-9  # probability that `Bets` ever refuse a sound engine, in a run of any length
-TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # d: each bets that the engine samples at temperature / (1 + d)
-ANOTHER_PASS = 0.02  # nats by which a token's log-prob may differ when another batch computes it
-REPEATS = (0.02, 0.5)  # b: each bets that this share of the responses are copies of earlier ones
-BIASES = (-0.5, -0.1, 0.1, 0.5)  # d: each bets that the engine multiplies one token's weight by 1 + d
+TILTS = (-0.25, -0.09, -0.03, 0.03, 0.09, 0.25)  # for each d, a bet that the engine samples at temperature / (1 + d)
+ANOTHER_PASS = 0.02  # most nats by which a token's log-prob may differ when another batch computes it
+REPEATS = (0.02, 0.5)  # for each b, a bet that this share of the responses are copies of earlier ones
+BIASES = (-0.5, -0.1, 0.1, 0.5)  # for each d, bets that the engine multiplies one token's probability by 1 + d
 WATCHED = 32  # number of tokens on which the bets of BIASES are made
 # For each kind of bet, its weight in the average of all bets, and how many bets are of this kind.
 SHARES = ((0.8, len(TILTS)), (0.1, len(REPEATS)), (0.1, WATCHED * len(BIASES)))
@@ -120,7 +120,8 @@ class Bets:
         self._batches += 1
         # The new product's weight in the average of a bet's products: 0.9 for the first, all later ones sum to 0.1.
         new_weight = 0.9 if self._batches == 1 else 0.1 / (self._batches * (self._batches - 1.0))
-        # All in logs: add the new product, 1 times both weights, to each bet's weighted sum; multiply by the factor.
+        # All in logs: add the new product, 1 times its weight and the bet's, to each bet's weighted sum; then multiply
+        # the sum by the factor.
         self.products = torch.logaddexp(self.products, self._weights + math.log(new_weight)) + log_factors
         return self.share
 
@@ -222,7 +223,7 @@ class SamplingEvidence:
         where f is a token's reported log-prob, at least FLOOR, and E the mean over the reported distribution. For the
         error's text, f of the drawn tokens and E[f] are added up, too.
         """
-        probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # of the listed tokens, [N, K]
+        probs, f = lists.top_log_probs.exp(), lists.top_log_probs.clamp(min=FLOOR)  # [N, K], of the tokens in the lists
         # Tokens outside the list, taken together: their f, and the probability that is left for them, [N].
         f_outside, prob_outside = f.min(-1).values, (1.0 - probs.sum(-1)).clamp(min=0.0)
         is_drawn = lists.top_ids == lists.token_ids[:, None]  # [N, K]
@@ -235,7 +236,7 @@ class SamplingEvidence:
         logs = []
         for tilt in TILTS:
             mean = (probs * (tilt * f).exp()).sum(-1) + prob_outside * (tilt * f_outside).exp()  # E[exp(d f)], [N]
-            # Rounding can raise the expectation by a share ROUNDING of the largest exp(d f), at f = 0 or f = FLOOR.
+            # d is `tilt`. Rounding raises the mean at most by ROUNDING times the largest exp(d f), at f = 0 or FLOOR.
             highest_mean = mean + ROUNDING * max(1.0, math.exp(tilt * FLOOR))
             logs.append((tilt * f_drawn - highest_mean.log()).sum())
         return torch.stack(logs)
@@ -249,7 +250,7 @@ class SamplingEvidence:
         probs = lists.top_log_probs.exp()
         logs = torch.zeros(WATCHED, len(BIASES), dtype=torch.float64)  # a bet in each entry; log 1 to begin with
         if self._watched is None:
-            # How often each id is drawn in the mean, if the report is true: the sum of its reported probabilities.
+            # How often each id is drawn on average, if the report is true: the sum of its reported probabilities.
             expected = lists.top_ids.flatten().bincount(probs.flatten())
             frequent = expected.topk(min(WATCHED, len(expected))).indices
             # Ascending, for `searchsorted`; -1, which is no id, fills up where there are fewer ids than WATCHED.
@@ -281,8 +282,8 @@ def _repeat_log_factors(rollouts: Sequence[Rollout]) -> Tensor:
         earlier = before.setdefault((rollout.prompt.uid, rollout.prompt.token_ids), {})
         response = rollout.token_ids.numpy().tobytes()
         if earlier:
-            chance = min(1.0, sum(earlier.values()))  # that this response equals an earlier one, at most
-            # For each share b of REPEATS, the log of 1 - b or, for a copy of an earlier one, of 1 - b + b / chance. A
+            chance = min(1.0, sum(earlier.values()))  # upper bound of the chance that it equals an earlier one
+            # The factor of the bet on a share b is 1 - b or, for a copy of an earlier response, 1 - b + b / chance. A
             # chance too small for a float counts as 1e-300.
             logs += torch.tensor(
                 [math.log(1.0 - b + (b / max(chance, 1e-300) if response in earlier else 0.0)) for b in REPEATS]

@@ -92,8 +92,8 @@ class Trainer:
         self._checkpointer = Checkpointer(components, folder, state)
 
         self.iteration = -1  # newest finished iteration; 0 is the evaluation before training
-        # Versions of the weights at the start of the newest iterations, oldest first: enough to see a token's lag
-        # (`lag_sums`), which should be `batch.ahead` iterations at most, also where it is larger.
+        # Versions of the weights at the start of the newest iterations, oldest first: so many that a lag of a token
+        # (`lag_sums`) above `batch.ahead` iterations, the most that it should be, is seen too.
         self._versions: deque[Version] = deque(maxlen=config.batch.ahead + 2)
 
         if state is not None:
@@ -187,7 +187,7 @@ class Trainer:
             engine.sleep()
 
     def _next_writers(self, iteration: int) -> dict[Role, Engine]:
-        """Return the engines that take the weights after `iteration` now, by model; none while enough batches wait."""
+        """Return the engines to send the weights after `iteration` now, by model; none while enough batches wait."""
         return self._components.next_writers(iteration) if self._sampler.takes_weights else {}
 
     def _finish_iteration(self, sums: Sums) -> None:
@@ -261,7 +261,7 @@ class Trainer:
         return {
             "non_finite": self._non_finite.count,
             "versions": [list(version) for version in self._versions],
-            **self._sampler.state_dict(),  # waits for the batches
+            **self._sampler.state_dict(),  # waits for the batches begun ahead
         }
 
     def _record_events(self) -> None:

@@ -27,10 +27,10 @@ class Series:
     y: Numbers
     low: Numbers | None = None
     high: Numbers | None = None
-    color_index: int = 0  # into COLORS, which repeat with the next dash; an arm has the same in every chart
-    shade: int = 0  # index into SHADES: the color as it is, darker, lighter
+    color_index: int = 0  # index into COLORS, which repeat with the next dash; an arm keeps its index in all charts
+    shade: int = 0  # index into SHADES: 0 leaves the color as it is, 1 makes it darker, 2 lighter
     style: Literal["line", "points", "both"] = "line"
-    group: str = ""  # arm that the page's own legend shows or hides in all charts at once
+    group: str = ""  # name of the arm, whose series the page's own legend shows or hides in all charts at once
 
     @property
     def color(self) -> str:

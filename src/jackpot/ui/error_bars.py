@@ -72,7 +72,7 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
     Args:
         runs: the lines of metrics.jsonl of each run.
     """
-    columns: list[dict[int, Number]] = []  # of each run that has the metric: its value by iteration
+    columns: list[dict[int, Number]] = []  # for each run that has the metric, its value by iteration
     for lines in runs:
         if column := {line["iteration"]: line[metric] for line in lines if metric in line}:
             columns.append(column)
@@ -80,7 +80,7 @@ def mean_line(runs: Sequence[Sequence[Mapping[str, Any]]], metric: str) -> MeanL
         return MeanLine(x=[], y=[])
 
     x = sorted(set[int]().union(*columns))
-    # Over each run's value at every x, None where the run has none.
+    # The mean at every x is over the runs; a run without a value there has None and is left out.
     mean, low, high = map(list, error_bars([list(map(column.get, x)) for column in columns]))
     return MeanLine(x=x, y=mean) if len(columns) < 2 else MeanLine(x=x, y=mean, low=low, high=high)
 

@@ -28,7 +28,7 @@ def lazy() -> Iterator[None]:
     importlib.util.LazyLoader would not do: torch walks over sys.modules, which runs every module that it postponed.
     """
 
-    # Has the arguments of `__import__`; returns an object in the folder's place, from which the statement takes names.
+    # Replaces `__import__`: returns an object in the folder's place, from which the import statement takes the names.
     def postpone(name: str, _globals: Any, _locals: Any, modules: Sequence[str], _level: int) -> SimpleNamespace:
         return SimpleNamespace(**{module: Later(f"{name}.{module}") for module in modules})
 

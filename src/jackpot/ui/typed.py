@@ -97,7 +97,7 @@ def _check(command: str, options: Mapping[str, Any]) -> None:
         ConfigError: settings do not fit, or an evaluation names no benchmark.
         ModelError: a model does not exist.
     """
-    paths = {"model": options["model"]} if options.get("model") else {}  # of models, by the name that errors give them
+    paths = {"model": options["model"]} if options.get("model") else {}  # of models, by their names in errors
     # False for plans, tiny runs and SLURM scripts, which need only the shapes of published models.
     needs_files = not any(options.get(name) for name in ("dry_run", "tiny", "slurm"))
 
@@ -165,5 +165,6 @@ def register(
         function(**options)
 
     paragraphs = (function.__doc__ or "").split("\n\n")
-    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)  # as wide as the terminal
+    # Make each paragraph one line, which the terminal breaks at its own width.
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     app.command(name, cls=Command, help=text)(call)

@@ -155,7 +155,7 @@ class Checkpoints:
             except CorruptCheckpoint as error:
                 corrupt.append(error)
 
-        # A run with corrupt checkpoints alone does not begin anew in silence.
+        # A run whose checkpoints are all corrupt must not begin anew in silence.
         damage = [*map(str, corrupt), *(f"{path}, set aside" for path in self._folder.glob(f"step-*{_CORRUPT}*"))]
         if damage:
             listed = "\n  ".join(damage)
@@ -211,7 +211,7 @@ class Checkpoints:
         return None
 
     def prune(self) -> None:
-        """Remove old checkpoints, all but the `keep` newest and the best, and those that a kill left half written."""
+        """Remove all checkpoints but the `keep` newest and the best; remove also those that a kill left unfinished."""
         best = self._folder / "best"
         names = {path.name for path in self._steps()[-self._keep :]}
         if best.is_symlink():
@@ -399,7 +399,7 @@ def _write_checksums(folder: Path, written: Mapping[str, Any]) -> None:
     Args:
         written: the checksums that are known already, by the file's path in `folder`.
     """
-    # Of the files in the folder and those in `written`, so that `_verify` reports one that is not there.
+    # The files in the folder and those in `written`: `_verify` then reports a written file that is missing.
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     checksums = {name: written.get(name) or checksum(folder / name) for name in sorted(names | written.keys())}
     (folder / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")

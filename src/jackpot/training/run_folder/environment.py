@@ -122,7 +122,7 @@ def commit(file: str = __file__) -> str | None:
     Return None where git does not know the file, as in an installed package, or where there is no git.
     """
     git = ["git", "-C", str(Path(file).parent)]
-    # Names the commit by all its 40 digits, and by no tag.
+    # With these arguments, git names the commit by all its 40 digits, and by no tag.
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", file], capture_output=True, timeout=10.0, check=True)

@@ -452,7 +452,7 @@ class RunFolder:
     def _write_config(self, config: Config, iteration: int, changed: Sequence[Change]) -> None:
         """Write config.yaml, with one comment for every change of a setting since the run began."""
         path = self.path / "config.yaml"
-        lines = path.read_text().splitlines() if changed else []  # nothing changed: a new run, without a file yet
+        lines = path.read_text().splitlines() if changed else []  # without a change the run is new and has no file
         history = [line for line in lines if line.startswith(_HISTORY)]
         when = f"{_HISTORY} {iteration}, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
         history += [f"{when}: {change.key}: {json.dumps(change.old)} -> {json.dumps(change.new)}" for change in changed]

@@ -85,7 +85,8 @@ def _table(
     return pa.table(columns)
 
 
-# Columns are made from the buffers of Arrow's format: `pa.array` would import pandas wherever it is installed, 0.3 s.
+# Columns are made from the buffers of Arrow's format: `pa.array` would import pandas wherever it is installed, which
+# takes 0.3 s.
 
 
 def _lists(rows: Sequence[Tensor]) -> pa.Array:

@@ -116,7 +116,7 @@ def thin_rollouts(folder: Path, keep: int) -> None:
         gaps = {iteration: after - before for before, iteration, after in neighbours}
         if keep > 2 and (best := best_rollouts(folder.parent, iterations)) is not None:
             gaps.pop(best, None)
-        removed = min(gaps, key=gaps.__getitem__) if keep > 1 else iterations[0]  # of all files only the newest stays
+        removed = min(gaps, key=gaps.__getitem__) if keep > 1 else iterations[0]  # with `keep` 1, the oldest goes
         files.pop(removed).unlink()
 
 

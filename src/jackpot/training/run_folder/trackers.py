@@ -69,7 +69,7 @@ def _record(event: Event) -> bytes:
     return buffer.getvalue()
 
 
-_FINISH = 60.0  # seconds that the end of a run waits for the network; `wandb sync` sends later what is left
+_FINISH = 60.0  # longest wait for the network at the end of a run, seconds; `wandb sync` sends later what is left
 _NOT_SENT = {  # settings that switch off what W&B would collect by itself
     "console": "off",
     "host": "",

@@ -85,11 +85,11 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
     From the first iteration of the first run that trains, it also estimates the time that all runs take.
     """
     shown: dict[str, int] = {}  # iteration of the newest evaluation that was printed, by the name of the run
-    waiting = runs  # number of runs that have not ended; 0 once the time was estimated
+    waiting = runs  # number of runs that have not ended; set to 0 once the time was estimated
 
     def listen(run: "process.ArmRun", lines: "scheduler.Lines", end: str) -> None:
         """Print what is new about a run; `end` says how it ended, and is empty before."""
-        nonlocal waiting  # number of runs that have not ended; 0 once the time was estimated
+        nonlocal waiting  # number of runs that have not ended; set to 0 once the time was estimated
         # Print the estimate once, with the first iteration that some run has trained.
         if waiting and end:
             waiting -= 1

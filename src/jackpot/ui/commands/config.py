@@ -133,6 +133,6 @@ def _show_list(console: Console, settings: "Sequence[reference.Setting]") -> Non
         head = f"  {setting.key}: {setting.summary('values')}; default {setting.summary('default')}{choice}"
         # A setting that must be given has the default `required`.
         print_line(console, head.replace("; default required", "; required"))
-        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")  # first sentence, as the first class says it
+        meaning = setting.uses[0].meaning.partition(". ")[0].rstrip(".")  # first sentence, of the first use
         console.print(Padding(plain(meaning), (0, 0, 0, 6), expand=False), highlight=False)
     print_line(console, "")

@@ -97,9 +97,9 @@ def _listener(console: Console) -> Iterator["evaluating.ProgressListener"]:
 def show_results(
     console: Console, results: Sequence["evaluating.BenchmarkResult"], folder: Path, sampling: str
 ) -> None:
-    """Print a row for each benchmark, the answers that could not be scored, and the folder of all answers.
+    """Print a row of results for each benchmark, how many answers failed and why, and the folder of all answers.
 
-    The rows have mean rewards if a benchmark has no verdict on which answers are right.
+    The rows have mean rewards too, if some benchmark cannot say which answers are right.
     """
     if all(result.was_done for result in results):
         print_line(console, "This evaluation was finished before; nothing was generated.")
@@ -138,7 +138,7 @@ def _percent(estimate: Interval | None) -> str:
 
 def _sentences(summary: "pass_at_k.EvaluationSummary") -> Iterator[str]:
     """Yield a sentence with pass@k for every k, and one for each kind of failure that makes answers count as wrong."""
-    # Up to k = 2 the table of results shows them all: mean@k is pass@1.
+    # Up to k = 2 the table of results shows every pass@k: mean@k is pass@1.
     if summary.k > 2 and summary.pass_at_k:
         yield ", ".join(f"pass@{k} {100 * estimate.value:.1f}" for k, estimate in summary.pass_at_k.items())
 

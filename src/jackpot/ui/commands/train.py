@@ -123,7 +123,7 @@ def _show_dry_run(
     console: Console, config: "run_settings.Config", typed: Typed, folder: Path, gpus: str | None
 ) -> None:
     """Check what a start checks; print the plan, and the commands that try the recipe and that train it."""
-    recipe, arm, overrides, _ = typed  # without the run folder, which `folder` has
+    recipe, arm, overrides, _ = typed  # not the typed run folder: `folder` is the one to use
     process = process_rank()
     ranks = max(process.size, config.placement.ranks)
     checks.check_start(config, config.model_paths(), ranks)
@@ -248,8 +248,8 @@ def _listener(console: Console, config: "run_settings.Config") -> Iterator[Calla
             if seconds := numbers.iteration_seconds(line):
                 facts["s/iteration"] = f"{seconds:.2g}"
 
-            # An evaluation also prints a line that stays, with both models' scores alone: what has the names of
-            # `_REWARD_FACTS`, whether mean rewards or accuracies.
+            # An evaluation also prints a line that stays and has both models' scores alone: the facts that
+            # `_REWARD_FACTS` names, which are mean rewards or accuracies.
             counts.update(
                 "iteration",
                 line["iteration"],
@@ -341,7 +341,7 @@ def _change_cells(
 def _cost(lines: Sequence[Mapping[str, Any]], config: "run_settings.Config") -> list[str]:
     """Return a sentence on the FLOPs and CPU seconds of a run up to its last evaluation; none before training."""
     *_, spent = summary.points_of(lines, config)  # the last evaluation, with what the run has cost up to it
-    flops = spent.flops + spent.training_flops  # of rollouts, and of training
+    flops = spent.flops + spent.training_flops  # FLOPs of rollouts and of training
     if not flops:
         return []
 

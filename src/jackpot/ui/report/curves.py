@@ -128,7 +128,7 @@ class _ChartMaker:
         for arm, line in zip(self._arms, self._lines[metric], strict=True):
             if not line.numbers:
                 continue
-            # The arm's name; in a chart of several metrics also the metric's, which stands alone if there is one arm.
+            # The line's name: the arm; in a chart of several metrics arm and metric, or the metric if there is one arm.
             name = label if label and is_single else ", ".join(filter(None, [arm.name, label]))
             color_index, shade = self._color(arm, variant)
             yield replace(_as_series(line, name, color_index), group=arm.name, shade=shade)
@@ -242,7 +242,7 @@ class _ChartMaker:
 def _as_series(line: MeanLine, name: str, color_index: int) -> Series:
     """Convert a line to a chart's series, with fewer points and digits, so that the page stays small.
 
-    A line of fewer than two numbers has marks too, since no stroke shows it.
+    A line of fewer than two numbers is drawn with points too, since a single number makes no visible line.
     """
     line = downsample(line)
     return Series(

@@ -26,7 +26,7 @@ from jackpot.ui.report.token_text import TokenTexts, texts_of
 
 TOP = 8  # entries of each top-k list that the page carries
 MAX_TOKENS = 100_000  # most saved tokens that the page carries
-FEW = 4  # responses; the page carries only so many iterations that there is room for this many of each
+FEW = 4  # responses that must fit from each iteration, else the page carries fewer iterations
 _RESPONSE_COLUMNS = ("uid", "prompt", "answer", "finish", "reward", "correct")
 _TOKEN_COLUMNS = {  # name in the page: column of the file
     "rollout": "rollout_log_probs",
@@ -88,7 +88,7 @@ class _Packing:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.room = max_tokens  # tokens; below 0 if the only response is longer than `max_tokens`
+        self.room = max_tokens  # tokens that still fit; below 0 if the only response is longer than `max_tokens`
         self.packs: dict[str, str] = {}
         self.unreadable: dict[Path, str] = {}  # an error text for each file that cannot be read
 
@@ -249,7 +249,7 @@ def _columns(table: pa.Table, words: TokenTexts) -> dict[str, Any]:
 
     columns: dict[str, Any] = {name: table.column(name).to_pylist() for name in _RESPONSE_COLUMNS}
     columns |= {name: significant(flat_column(table, column), digits=4) for name, column in _TOKEN_COLUMNS.items()}
-    # Of each token: its probability under the old policy by that of the engine.
+    # The ratio of each token: its probability under the old policy divided by that under the engine.
     ratio = np.exp(flat_column(table, "old_log_probs") - flat_column(table, "rollout_log_probs"))
     columns |= _top(table, "rollout", words) | _top(table, "policy", words)
 

@@ -26,7 +26,8 @@ class CombinedChart:
     note: str = ""
 
 
-# A text is a regular expression: each metric whose whole name matches gets a chart, and charts by sign and position.
+# A text is a regular expression: each metric whose whole name matches gets a chart, and further charts by the sign of
+# the advantage and by token position.
 Entry = str | FirstOf | CombinedChart
 
 

@@ -21,7 +21,8 @@ from jackpot.models.hub import resolve_path
 _FILE = "tokenizer.json"
 _MARKS_OF_BYTES = ("Ġ", "Ċ")  # letters of a space and a newline, where every byte is represented by a letter
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # in byte-level tokenizers
+# The byte that each letter stands for in byte-level tokenizers.
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ def readable(token: str, in_bytes: bool) -> str:
     elif in_bytes and all(letter in _LETTERS for letter in token):
         content = bytes(_LETTERS[letter] for letter in token)
     else:
-        return token.replace("▁", " ")  # where letters are letters, `▁` marks a space
+        return token.replace("▁", " ")  # in other tokenizers `▁` stands for a space, and other letters for themselves
     try:
         return content.decode()
     except UnicodeDecodeError:  # a part of a character

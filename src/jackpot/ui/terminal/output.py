@@ -19,8 +19,8 @@ from jackpot.ui.lazy import lazy
 with lazy():
     from jackpot.ui import charts
 
-_MOST_ROWS = 40  # rows of a table that the terminal shows without --all
-_TEXT_WIDTH = 24  # characters; a column of longer texts is never narrower, and breaks between words
+_MOST_ROWS = 40  # most rows of a table that the terminal shows without --all
+_TEXT_WIDTH = 24  # least width of a column of longer texts, characters; such texts break between words
 _CONTROLS = {  # C0, DEL and C1, with which text moves the cursor, clears the screen or renames the window
     code: f"⟨{code:02X}⟩" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
 }

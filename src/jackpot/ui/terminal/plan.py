@@ -70,7 +70,7 @@ def show_plan(
 
 def _peak(memory: MemoryPlan) -> str:
     """Say how many bytes the run holds at its peak, at least if the activations are unknown, and what they are for."""
-    # The fields of a plan; `sleeping` is a part of `engines`.
+    # The fields of a plan, without `sleeping`, which is a part of `engines`.
     items = ", ".join(
         f"{name} {_bytes(getattr(memory, name) or 0)}" for name in MemoryPlan.__slots__ if name != "sleeping"
     )
@@ -194,7 +194,7 @@ def _cells(row: MachineEstimate, on_policy: bool) -> list[str]:
     memory = "?" if shard.training is None else f"{shard.peak / GB:.0f}/{shard.limit / GB:.0f}"
     if row.hours is None or row.alone is None:
         return [memory, "-", *[""] * (len(_COLUMNS) - 3)]  # memory and `-`; the other columns are empty
-    hours, alone = row.hours, row.alone  # of the run, and of the policy alone
+    hours, alone = row.hours, row.alone  # hours of the run, and of a run of the policy alone
     phases = [_hours(phase) for phase in (hours.all, hours.generation, hours.training, hours.evaluating)]
     # The on-policy hours and the share of them that the run saves.
     compared = ["", ""] if on_policy else [_hours(alone.all), f"{1 - hours.all / alone.all:.0%}"]
@@ -273,7 +273,7 @@ def _costs(config: Config, estimate: CostEstimate) -> list[str]:
     if row is None or row.hours is None or row.alone is None:
         return []
 
-    hours, alone = row.hours, row.alone  # of the run, and of the policy alone
+    hours, alone = row.hours, row.alone  # hours of the run, and of a run of the policy alone
     sentences = [
         f"On {_name(row)} evaluations, one every {config.evaluation.every} iterations, take "
         f"{hours.evaluating / hours.all:.0%} of the hours; all columns but rollout share count them."

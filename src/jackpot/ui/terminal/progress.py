@@ -54,7 +54,7 @@ class Counts:
             console=console,
         )
 
-        # By name: the bar, and the time and the count of its first update.
+        # For each name of counted work: its bar, and the time and the count of the bar's first update.
         self._starts: dict[str, tuple[TaskID, float, int]] = {}
         self._last_line = -LINE_SECONDS  # when the newest line was printed; at first so long ago that a line is due
         self._facts: dict[str, str] = {}  # newest facts below the bars, by name

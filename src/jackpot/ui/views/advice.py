@@ -20,7 +20,7 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
     eligible = [candidate for candidate in candidates if candidate["advisable"] or candidate["is_whole"]]
     # Each correction's candidate that is worth most: the candidates are reversed, so it comes last and stays.
     best = {candidate["name"]: candidate for candidate in reversed(eligible)}
-    # The numbers of a candidate that the columns after the first show; `elsewhere` stands in the column of states.
+    # Keys of a candidate's numbers, in the order of the columns after the first; `elsewhere` is that of "states".
     names = ("worth", "of_tokens", "effective", "tv_after_correction", "elsewhere")
 
     return Table(
@@ -39,7 +39,7 @@ def judged_table(answer: Mapping[str, Any]) -> Table:
 
 
 def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]:
-    """Return a table of the ways to generate rollouts; none if the costs of the models are unknown.
+    """Return a table of ways to generate rollouts, such as the policy alone; none if the models' costs are unknown.
 
     Args:
         answer: what `Recommendation.numbers` returns.
@@ -47,7 +47,7 @@ def generation_tables(answer: Mapping[str, Any], model: str = "") -> list[Table]
     """
     if not answer["generation"]:
         return []
-    names = ("worth", "flops", "flops_any_state", "weights")  # numbers of a way, which the columns show
+    names = ("worth", "flops", "flops_any_state", "weights")  # keys of the numbers of a way to generate, by column
     return [
         Table(
             title=" ".join(filter(None, ["Who generates", model and f"({model})"])),

@@ -26,7 +26,7 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
 
 
 def comparison_verdict(comparison: Comparison) -> dict[str, str]:
-    """Return lines by label: the highest arm, whether it is surely above the baseline and others, the cheapest arm."""
+    """Return lines by label: the highest arm, whether it leads the baseline and others significantly, the cheapest."""
     # The baseline, then the other arms from the highest to the lowest; the best arm is compared with the first few.
     rows = sorted(comparison.rows, key=lambda row: (row.arm != comparison.baseline, -row.after.mean))
     best = next(row for row in rows if row.arm == comparison.best)
@@ -82,7 +82,8 @@ def _distance(best: str, arm: str, difference: Difference, scale: float, form: s
         return f"{text} (1 seed, no interval): cannot tell"
 
     count = difference.seeds
-    # Half the interval, in standard errors and as a difference. A single seed's standard error is that over problems.
+    # Half the interval, first in standard errors, then as a difference. The standard error of a single seed is that
+    # over problems.
     num_errors = student_t(count - 1) if count > 1 else 2.0
     half = scale * difference.error * num_errors
     conclusion = f"significant, on {difference.higher} of {count}" if abs(mean) > half else "not significant"
@@ -202,7 +203,7 @@ def comparison_charts(comparison: Comparison, runs: Sequence[RunSummary]) -> tup
 
 
 def comparison_sections(comparison: Comparison, runs: Sequence[RunSummary]) -> dict[str, Section]:
-    """Return the sections of the page of `jackpot compare`, by name."""
+    """Return the sections of the page of `jackpot compare`, by name: `numbers` and, with charts, `comparison`."""
     seeds = max(len(row.seeds) for row in comparison.rows)
     intro = (
         f"Lines are means over seeds, bands go {describe_error_bars(seeds)}. "
@@ -259,7 +260,7 @@ def _series(arm: str, color_index: int, runs: Sequence[RunSummary], quantity: _Q
 
 
 def _point_at(run: RunSummary, iteration: int) -> EvaluationPoint | None:
-    """Return the evaluation at an iteration; a collapsed run keeps its newest one, since it does not recover."""
+    """Return a run's evaluation at an iteration or, after a collapse, its newest one; None where there is neither."""
     past = [point for point in run.points if point.iteration <= iteration]
     is_exact = past and past[-1].iteration == iteration
     return past[-1] if is_exact or (past and run.collapse) else None

@@ -71,7 +71,7 @@ def verdicts(result: MismatchResult) -> list[str]:
 
 
 def mismatch_sections(result: MismatchResult) -> dict[str, Section]:
-    """Return the sections of the page of `jackpot mismatch`, by name."""
+    """Return the sections of the page of `jackpot mismatch`, by name: `responses` and `tokens`."""
     return {"responses": _response_section(result.pairs), "tokens": _token_section(result.pairs)}
 
 

@@ -58,7 +58,7 @@ def corrections(result: ReplayResult) -> Section:
         _table("Weight times mask, averaged over the Bernoulli mask", rows, _WEIGHTS, ""),
     ]
 
-    # Results that also have numbers from whole distributions, which were known in some states, the same for all.
+    # Results that also have numbers from whole distributions. These were known in some states, the same for all.
     exact = [(names, correction) for names, correction in rows if correction.tv_after_correction is not None]
     if exact:
         details.append(
@@ -135,7 +135,7 @@ def _table(title: str, rows: Sequence[_Row], columns: _Columns, note: str) -> Ta
 
 def _rejections(rows: Sequence[_Row]) -> list[Table]:
     """Return a table of the shares of tokens that corrections reject, by position and entropy; none if none rejects."""
-    # By the shares rejected in each band; of corrections with equal shares only the first.
+    # Each row by the shares that its corrections reject in each band; of equal shares only the first row is kept.
     distinct: dict[tuple[float, ...], _Row] = {}
     for names, correction in rows:
         if correction.accepted < 1.0 - _NOTHING:

@@ -50,7 +50,7 @@ _ROWS: tuple[_Row, ...] = (
 
 
 def candidate_sections(candidates: Sequence[Candidate]) -> dict[str, Section]:
-    """Return the sections of the page of `jackpot simulate`, by name."""
+    """Return the one section of the page of `jackpot simulate`, by its name, `before`."""
     first = candidates[0]
     has_verdict = first.accuracy is not None  # else the task has rewards, but no right answers
 
