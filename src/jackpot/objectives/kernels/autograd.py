@@ -80,7 +80,7 @@ def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
         vocabulary: tokens in all.
     """
     max_logits = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
-    positions = max(1, min(n, MAX_ROW_POSITIONS))  # of a tile with the whole vocabulary
+    positions = max(1, min(n, MAX_ROW_POSITIONS))  # positions of a tile of the whole vocabulary
     if positions * vocabulary <= max_logits:
         return positions, vocabulary
 
@@ -142,7 +142,7 @@ def tiled_heads(
         gather_ids = ids.new_empty((len(ids), 0))
     tensors = (tensor for head in heads for tensor in head.tensors)
     outputs: tuple[Tensor, ...] = _TiledHeads.apply(plan, ids, gather_ids, *tensors)
-    return outputs[: plan.num_values], outputs[plan.num_values :]  # with a gradient, without
+    return outputs[: plan.num_values], outputs[plan.num_values :]  # those with a gradient, those without
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:

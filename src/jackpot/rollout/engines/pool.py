@@ -45,7 +45,7 @@ class PeerRequest(NamedTuple):
     """A message to a peer, and the function that converts the peer's answer to the result."""
 
     message: Mapping[str, Any]  # what the peer is sent
-    parse: Callable[[Any], Any]  # called with the peer's answer
+    parse: Callable[[Any], Any]  # converts the peer's answer to the result
 
 
 class Peer(ABC):
@@ -117,10 +117,10 @@ class PoolLimits:
 
     patience: float  # seconds after which the pool fails if no peer can be reached
     patience_setting: str  # name of the setting of `patience`
-    unreachable_advice: str  # end of the error where no peer can be reached
+    unreachable_advice: str  # advice that ends the error where no peer can be reached
     attempts: int  # number of failed attempts at one request after which the pool fails
     attempts_setting: str  # name of the setting of `attempts`
-    failing_advice: str  # end of the error where a request fails that often
+    failing_advice: str  # advice that ends the error where a request has failed `attempts` times
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,7 +165,7 @@ class Pool(Generic[AnyPeer]):
         self._thread = threading.Thread(target=self._loop.run_forever, name=thread_name, daemon=True)
         self._thread.start()
 
-    # Methods that other threads than the event loop's call
+    # Methods that are called by other threads than the event loop's
 
     def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the event loop, wait for the coroutine's result and return it."""

@@ -48,7 +48,7 @@ def make_starter(entry: str, environment: Mapping[str, str]) -> Start:
 
     async def start(far_end: socket.socket) -> asyncio.subprocess.Process:
         """Start the program in a new process that inherits the socket `far_end`."""
-        # Without the variables by which a launcher such as torchrun tells this process its rank.
+        # The new process gets no variables by which a launcher such as torchrun tells this process its rank.
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
         }

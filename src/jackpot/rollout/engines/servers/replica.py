@@ -72,7 +72,7 @@ class Replica(Peer):
             else:
                 await self._inspect()
             if self._sent_weights is not newest:
-                self.weights = self._sent_weights = None  # until it is updated, it counts as one without weights
+                self.weights = self._sent_weights = None  # until its update, the server counts as one without weights
                 await self._load(newest)
                 self._sent_weights, self._was_updated = newest, True
         finally:
@@ -163,7 +163,7 @@ class Replica(Peer):
         """
         begun = self._checks_begun
         async with self._check_lock:
-            if self._checks_passed > begun:  # another call's check, which began after this call
+            if self._checks_passed > begun:  # the check of another call began after this call, and passed
                 return
             self._checks_begun += 1
             number = self._checks_begun
