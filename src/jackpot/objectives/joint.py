@@ -136,7 +136,7 @@ class PolicyTerms:
 
     inputs: CorrectionInputs
     surrogate: Tensor  # surrogate S of each token, PPO's clip included; carries the policy's gradient until `detach`
-    regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, with gradient until `detach`; 0 without either
+    regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy; carries the policy's gradient until `detach`
     clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
 
     def detach(self) -> "PolicyTerms":
@@ -153,7 +153,7 @@ class JointLoss:
     rollout_model_distill: Tensor  # scalar numerator of eq. 7, with gradient; 0 where no rollout model is trained
     terms: PolicyTerms  # terms of the policy's numerator, detached
     correction: Correction  # the correction that the policy's numerator contains
-    metrics: Sums  # metrics of both models; `rollout_model/loss` holds the denominator as its count
+    metrics: Sums  # metrics of both models; the count of `rollout_model/loss` is the denominator
     trace: dict[str, Tensor]  # columns of saved rollouts by name, [B, T] or [B, T, K], detached
 
     @property
@@ -166,7 +166,7 @@ class JointLoss:
 class PolicyReport:
     """The metrics of the policy's loss and its correction on one micro-batch, and a trace: tensors of single tokens."""
 
-    metrics: Sums  # `policy/loss` holds the denominator as its count
+    metrics: Sums  # the count of `policy/loss` is the denominator of the policy's loss
     trace: dict[str, Tensor]  # columns of saved rollouts by name, [B, T], detached
 
 
@@ -458,7 +458,7 @@ def policy_report(
         correction: the result of applying the policy's correction to `terms.inputs` and `totals`.
         totals, max_length: as in `joint_loss`.
     """
-    inputs, lam = terms.inputs, objective.correction.lam  # `lam` counts where `inputs.lam` is None: no budget
+    inputs, lam = terms.inputs, objective.correction.lam  # `lam` is used only where `inputs.lam` is None
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
     budget_metrics = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam, inputs.response_mask)}
 

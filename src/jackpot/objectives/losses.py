@@ -195,8 +195,8 @@ LOSS_AGG_MODES: dict[str, Aggregate] = {
 
 Distillation = Callable[[JointOutput], Tensor | None]  # returns None where the head computed log-probs only
 DISTILLATIONS: dict[str, Distillation] = {
-    "forward": lambda head: head.forward_kl,  # KL(SG(policy) || rollout model), [N]: eq. 7 as the Jackpot paper has it
-    "reverse": lambda head: head.reverse_kl,  # KL(rollout model || SG(policy)), [N]: the other direction
+    "forward": lambda head: head.forward_kl,  # KL(detached policy || rollout model), [N]: eq. 7 of the Jackpot paper
+    "reverse": lambda head: head.reverse_kl,  # KL(rollout model || detached policy), [N]: the other direction
 }
 
 

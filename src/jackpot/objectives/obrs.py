@@ -137,7 +137,7 @@ def topk_z(
 
 
 def known_z(z: Tensor) -> ZEstimate:
-    """Return an exactly known Z, [...], as an estimate whose bounds meet."""
+    """Return an exactly known expected acceptance, [...], as an estimate whose bounds meet."""
     ones = torch.ones_like(z)
     return ZEstimate(value=z, lower=z, upper=z, rollout_mass=ones, target_mass=ones, union=ones)
 

@@ -25,10 +25,10 @@ _SIGNS = {  # text of the error or warning, by the name of the sign
     "rounded": "all log-probs of one model are rounded to bfloat16, 1 part in 256, which OBRS reads as mismatch; take "
     "them from float32 logits, logits.float().log_softmax(-1)",
 }
-_WARNED = ("swapped", "rounded")  # only warned of: made-up or inexact tensors may show these signs too
+_WARNED = ("swapped", "rounded")  # signs that only warn: made-up or inexact tensors may show them too
 _ROUNDING = 0.01  # most by which rounding may raise a log-prob above 0, and Z above its bound
 
-_Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the CUDA event that ends their copy
+_Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the event at the end of their copy
 _pending: list[_Copied] = []  # empty, or the signs of one call that are being copied from a GPU
 
 

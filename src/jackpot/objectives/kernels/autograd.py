@@ -165,10 +165,10 @@ class _TilePlan(NamedTuple):
 
     reader: TileReader
     moments: bool  # whether entropy and divergences are computed
-    keeps: tuple[bool, ...]  # whether forward keeps the logits, of each head
+    keeps: tuple[bool, ...]  # for each head, whether forward keeps its logits
     temperature: float
-    lam: float | None  # None: no exact Z
-    num_top: int  # K
+    lam: float | None  # OBRS's lam, for the exact Z; None: no Z
+    num_top: int  # K of the top K
     blocks: tuple[slice, ...]  # slices of the N positions
     tiles: tuple[slice, ...]  # slices of the V tokens of the vocabulary
     soft_caps: tuple[float | None, ...]  # one entry for each head: its soft cap, or None for no cap

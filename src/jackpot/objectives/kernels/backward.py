@@ -28,8 +28,8 @@ from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
 class OutputGradient(NamedTuple):
     """The loss's gradient with respect to a head's entropy or reverse KL (the output), and the output's own value.
 
-    The value is needed too, because it stands in the output's derivative with respect to the logits:
-    d entropy = -p (log p + entropy).
+    The value is needed too, because it stands in the output's derivative with respect to the logits, as
+    in d entropy = -p (log p + entropy), with p the head's probabilities.
     """
 
     to: Tensor  # [N] d loss / d output, divided by the temperature

@@ -164,8 +164,8 @@ def joint_linear_head(
     Both divergences and Z take p_policy as a constant: no gradient reaches the policy's hidden states or its weight
     (but for a weight that both heads share). forward_kl is inf where the policy has mass and the rollout model none;
     its gradient, the rollout model's probabilities minus the policy's, stays finite. reverse_kl is inf where the
-    rollout model has mass and the policy none; the rollout model's gradient at such a position is inf or NaN, but 0 if
-    the loss does not depend on this reverse_kl. Rounding may leave a KL near 0 slightly negative.
+    rollout model has mass and the policy none; such a position gets a gradient of inf or NaN if the
+    loss depends on its reverse_kl, else none from it. Rounding may leave a KL near 0 slightly negative.
 
     Raises:
         ValueError: as `linear_head`; also heads of different N or V.
@@ -380,7 +380,7 @@ def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:
-    """Raise ValueError for heads and ids of different lengths, and for sharded tensors, whose results mean nothing."""
+    """Raise ValueError if heads and ids differ in positions or heads in vocabulary, or if FSDP has sharded a tensor."""
     vocabularies = [len(head.weight) for head in heads]
     positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:

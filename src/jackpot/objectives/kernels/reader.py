@@ -42,7 +42,8 @@ class TileSums(NamedTuple):
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
     # g, the sum of e^(l - m) ((l - m) - (l_o - m_o)), for KL(head || other head); None for one head, or if not needed.
     gap: Tensor | None
-    # Largest logit of the tokens whose logit is -inf under the other head; None if `gap` is None or none can be.
+    # Largest logit of the tokens whose logit is -inf under the other head. None where `gap` is None, or where the
+    # other head cannot have a logit of -inf.
     max_at_masked: Tensor | None
 
 

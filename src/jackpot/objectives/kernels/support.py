@@ -100,7 +100,7 @@ class _RowProducts(torch.autograd.Function):
 
 
 def _chunks(columns: Tensor, width: int) -> list[slice]:
-    """Cut the N positions into slices, of which each copies at most `_GATHERED` numbers of the weight.
+    """Cut the N positions into slices, for each of which at most `_GATHERED` numbers of the weight are copied.
 
     A position copies G rows of `width` numbers: the rows at its ids in `columns` [N, G].
     """

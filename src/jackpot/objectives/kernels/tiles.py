@@ -73,7 +73,7 @@ class Tile(NamedTuple):
     is_kept: bool  # whether backward reads these logits again, so that no gradient may overwrite them
 
 
-KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their first position and token
+KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T], by (first position, first token)
 
 
 class HeadOperands:

@@ -128,7 +128,7 @@ class RunningTopK:
             ids_at = partial(ids.gather, 1)
 
         num_old = self.values.shape[1]
-        pool = torch.cat((self.values, candidates), dim=1)  # [N, at most K + M], the kept numbers first
+        pool = torch.cat((self.values, candidates), dim=1)  # the numbers kept so far, then the candidates
         largest, columns = pool.topk(min(self._k, pool.shape[1]), dim=-1)
         is_old, old_columns = columns < num_old, columns.clamp(max=num_old - 1)
         ids = ids_at((columns - num_old).clamp(min=0))  # those where `is_old` is True are not used

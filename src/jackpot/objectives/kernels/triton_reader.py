@@ -174,7 +174,8 @@ def _common_mass(
 ) -> None:  # fmt: skip
     """Write one position's share of Z, the sum of min(q(x), p(x) / lam) over the tile's tokens x, to `mass` [C].
 
-    `p` and `q` point to the tiles [C, T] of policy and rollout model, whose probabilities are p(x) and q(x).
+    Z is the probability that OBRS accepts a token. `p` and `q` point to the tiles [C, T] of policy and rollout model,
+    whose probabilities are p(x) and q(x).
     """
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([WIDTH], tl.float32)

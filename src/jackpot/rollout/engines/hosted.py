@@ -35,7 +35,7 @@ from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 _log = logging.getLogger(__name__)
 
-SIGN_SECONDS = 1.0  # time between two signs of life of a generating host; the end of a decoding step is waited for
+SIGN_SECONDS = 1.0  # seconds between two signs of life of a generating host, plus the rest of its decoding step
 _ATTEMPTS = 5  # attempts at one chunk before the run stops
 
 
@@ -54,7 +54,7 @@ class EngineHost:
         self._weight_names: dict[str, str] = {}
 
     def answer(self, message: Tensor, **changes: Any) -> Tensor:
-        """Do what a message asks for, and return the answer: "lost" or "refused" after an error.
+        """Do what a message asks for, and return the answer, which after an error is an entry "lost" or "refused".
 
         Message and answer have the format of `core.messages.pack`.
 
@@ -366,7 +366,7 @@ class EnginePool:
         as_codes = codes is not None and codes.are_in(weights)
         # Quantized weights, as codes and scales, keep their dtypes.
         sent = self._share(name, weights, version, dtype=None if as_codes else capabilities.dtype)
-        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))  # waits until hosts hold them
+        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))  # waits until the hosts hold them
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
 
@@ -384,7 +384,7 @@ class EnginePool:
         newest.is_resting = all(
             newest[key].memory is None for key, engine in self.engines.items() if engine.capabilities.sleeps
         )
-        self.pool.update(newest)  # waits until hosts hold them
+        self.pool.update(newest)  # waits until the engine sleeps in the hosts
 
     def _share(
         self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None

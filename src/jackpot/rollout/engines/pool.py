@@ -66,7 +66,7 @@ class Peer(ABC):
         self.error: PeerLost | None = None  # reason why the peer is lost and gets no requests; None: it is not lost
         self.num_failures = 0  # number of failures since the last result
         self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
-        self.num_resent = 0  # requests queued again because of the current failure
+        self.num_resent = 0  # number of requests queued again because of the current failure
         self.was_restarted = False  # whether the last `sync` found the peer without the weights that it was sent
 
     @property
@@ -355,7 +355,8 @@ class Pool(Generic[AnyPeer]):
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
 
-        # The wait doubles with every failure (10 times at most: a bound for the power) and varies at random by half.
+        # The wait doubles with every failure (10 times at most: bounds the power), and up to half of it is added or
+        # taken away at random.
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(peer.num_failures - 1, 10))
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 

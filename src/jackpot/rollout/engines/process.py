@@ -26,7 +26,7 @@ from jackpot.rollout.engines.hosted import EngineHost, Link
 from jackpot.rollout.engines.pool import PeerLost
 
 _HEAD = struct.Struct("<QQ")  # number of a frame (0 is the setup) and length of its message in bytes
-_BUFFER = 2**22  # bytes that asyncio reads ahead
+_BUFFER = 2**22  # largest number of bytes that asyncio reads ahead
 _END_SECONDS = 5.0  # longest wait for the end of a process that has closed its socket
 # Prefixes and names of the environment variables by which a launcher such as torchrun tells a process its rank.
 _LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")

@@ -66,7 +66,7 @@ class Replica(Peer):
         """
         self.loading = newest
         try:
-            # A server in reach with weights of this engine only confirms their name; all others report their facts.
+            # A server in reach with weights of this engine only confirms their name; any other server reports facts.
             if self.error is None and self._sent_weights is not None:
                 await self._check_version(self._sent_weights)
             else:
@@ -86,7 +86,7 @@ class Replica(Peer):
         except PeerRestarted:
             version = _INITIAL_VERSION
             self.was_restarted = True
-            self._last_check = None  # the weights whose checksums it has are lost
+            self._last_check = None  # it was about weights that the server has lost
 
         if self._sent_weights is not None and self._sent_weights.version != version:
             self._sent_weights = None

@@ -55,7 +55,7 @@ def grouped_attention(
         Output [N, T, heads, D], and None in place of attention weights.
     """
     num_rows, num_heads, length, size = query.shape
-    # Options that only transformers' own function implements
+    # `special` is true with an option that only transformers' own function implements.
     special = dropout or options.get("position_bias") is not None or options.get("cache") is not None
     if length > 1 or num_heads == key.shape[1] or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
