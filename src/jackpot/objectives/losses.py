@@ -21,7 +21,7 @@ class Surrogate(NamedTuple):
     clipped: Tensor  # bool, True where the clip changed the gradient
 
 
-# A surrogate function computes S of every token from the arguments of `clipped_surrogate`.
+# A surrogate function computes the objective S of every token from the arguments of `clipped_surrogate`.
 # The gradient of a token's S is a factor times that of the token's own log p_new, so that a correction can weigh or
 # reject the token alone; the factor may depend on the whole response, rejected tokens included. S does not depend on
 # the correction, as `training.kappa.KappaRepair` requires. SG is the stop-gradient.

@@ -193,7 +193,7 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
     z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # Z(rho_i), falls with i
 
-    # The last i with Z(rho_i) >= budget (`segment`), and the lam that the formula above gives for every i (`inside`).
+    # The last i with Z(rho_i) >= budget (`segment`), and for each i the lam by the docstring's formula (`inside`).
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)

@@ -164,7 +164,7 @@ def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> 
     Args:
         usable: [..., T] bool, True at positions for which the engine returned top tokens.
     """
-    # The shares of usable positions at which the models agree: as they stand, then with one moved by a position.
+    # The shares of usable positions at which the models agree: as they stand, then with one model moved by a position.
     every, after_first, before_last = slice(None), slice(1, None), slice(None, -1)  # positions
     unshifted, *shifted = (
         ((policy_best[..., at_policy] == rollout_best[..., at_rollout]) & usable[..., at_rollout]).sum()

@@ -196,7 +196,7 @@ class ServerEngine(BackgroundEngine):
         await self._pool.join(*(self._replica(url, client) for url, client in clients))
 
         self._capabilities = self._find_capabilities()
-        self._pool.check = self._check_limits  # for servers that are reached later
+        self._pool.check = self._check_limits  # checks servers that are reached later
 
     def _find_capabilities(self) -> Capabilities:
         """Return the capabilities that all servers in reach have: the smallest of their limits."""

@@ -31,7 +31,7 @@ from jackpot.rollout.engines.transformers.static_decoding import layer_masks, ma
 
 _FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # with `tokens: auto`, drafts of a row in its first step, and the most in any step
 _MAX_PROBS = 2**26  # largest number of probabilities, V for each draft, that are verified at once
-# Streams of uniforms: one draws drafts, one decides on their acceptance, and one draws all other tokens.
+# Streams of uniform random numbers: one draws drafts, one decides on their acceptance, and one draws all other tokens.
 _DRAFT, _ACCEPT, _OTHER = range(3)
 
 
@@ -169,7 +169,7 @@ class DraftedBatch(DecodingBatch):
         return (ends + torch.arange(first, last + 1)).clamp(max=self._last_position)
 
     def _uniforms(self, stream: int, first: int, last: int) -> Tensor:
-        """Return the uniforms for the tokens from `first` to `last` of each row: [N, last - first + 1].
+        """Return the uniform random numbers for the tokens from `first` to `last` of each row, [N, last - first + 1].
 
         Token 0 of a row is the first that has not been generated. `stream` is _DRAFT, _ACCEPT or _OTHER.
         """
