@@ -42,14 +42,14 @@ class PolicyObjective:
     target: str  # key of `references`: the distribution that the correction's weights align to
     proximal: str  # key of `references`: the point that PPO's ratio is taken from
     normalizer: str  # key of `NORMALIZERS`: how Z is estimated
-    budget: float | None  # expected acceptance that chooses the lam of each token; None: the correction's lam
+    budget: float | None  # expected acceptance at which each token's lam is chosen; None: the correction's lam
     surrogate: SurrogateFn  # a value of `SURROGATES`
     clip_low: float  # the surrogate's clip of the ratio at 1 - clip_low; math.inf: no clip
     clip_high: float  # the surrogate's clip of the ratio at 1 + clip_high; math.inf: no clip
-    aggregate: Aggregate  # token losses -> (numerator, denominator)
+    aggregate: Aggregate  # function: token losses [B, T] -> (numerator, denominator) of the loss
     count: str  # key of `COUNTS`: which tokens the denominator counts
-    entropy_coeff: float  # weight of the entropy bonus, nats
-    kl_loss_coef: float  # weight of KL(policy || reference), nats
+    entropy_coeff: float  # weight of the entropy bonus, whose entropy is in nats
+    kl_loss_coef: float  # weight of KL(policy || reference), which is in nats
     kappa_tolerance: float  # largest relative error of the gradient that `kappa: auto` leaves (`KappaRepair`)
     regresses: bool = False  # whether the surrogate has a gradient even where the advantage is 0, as that of `oapl`
 
@@ -76,10 +76,10 @@ class RolloutModelObjective:
     proximal: str  # key of `references`: the point that PPO's ratio is taken from
     clip_low: float  # PPO's clip of the ratio at 1 - clip_low; math.inf: no clip
     clip_high: float  # PPO's clip of the ratio at 1 + clip_high; math.inf: no clip
-    ppo_weight: float  # weight of eq. 6
-    distill_weight: float  # weight of eq. 7, the paper's lambda_distill
-    distill: Distillation  # a value of `DISTILLATIONS`: the divergence of eq. 7, [N]
-    aggregate: Aggregate  # token losses -> (numerator, denominator)
+    ppo_weight: float  # weight of the PPO loss, eq. 6
+    distill_weight: float  # weight of the distillation loss, eq. 7: the paper's lambda_distill
+    distill: Distillation  # a value of `DISTILLATIONS`: returns the divergence of eq. 7, [N]
+    aggregate: Aggregate  # function: token losses [B, T] -> (numerator, denominator) of the loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class TokenScores:
     distill_kl: Tensor  # the divergence of eq. 7, carries the rollout model's gradient
     kl_policy_rollout: Tensor  # KL(policy || rollout model), exact, detached
     kl_rollout_policy: Tensor  # KL(rollout model || policy), exact, detached
-    z: obrs.ZEstimate  # Z of p_inf and the current policy, detached
+    z: obrs.ZEstimate  # expected acceptance Z of p_inf and the current policy, detached
     policy_top_ids: Tensor  # [B, T, K] the policy's most probable tokens
     policy_top_log_probs: Tensor  # [B, T, K] their log-probs
     lam: Tensor | None = None  # lam of each token where a budget chooses it; Z is taken at this lam; detached
@@ -109,7 +109,7 @@ class OldLogProbs:
 
     old_log_probs: Tensor  # log p_old, under the policy
     rollout_model_old_log_probs: Tensor  # log-probs under the rollout model, as training computes them
-    z: obrs.ZEstimate  # Z of p_inf and the old policy
+    z: obrs.ZEstimate  # expected acceptance Z of p_inf and the old policy
     lam: Tensor | None = None  # lam of each token where a budget chooses it; None: the correction's lam
 
     @classmethod
@@ -136,7 +136,7 @@ class PolicyTerms:
 
     inputs: CorrectionInputs
     surrogate: Tensor  # surrogate S of each token, PPO's clip included; carries the policy's gradient until `detach`
-    regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy, also with gradient; 0 where both weights are 0
+    regularizer: Tensor  # kl_loss_coef * KL - entropy_coeff * entropy; carries the policy's gradient until `detach`
     clipped: Tensor  # bool, True where the surrogate's clip changes the gradient
 
     def detach(self) -> "PolicyTerms":
@@ -153,8 +153,8 @@ class JointLoss:
     rollout_model_distill: Tensor  # scalar numerator of eq. 7, with gradient; 0 where no rollout model is trained
     terms: PolicyTerms  # terms of the policy's numerator, detached
     correction: Correction  # the correction that the policy's numerator contains
-    metrics: Sums  # metrics of both models; `rollout_model/loss` holds the denominator as its count
-    trace: dict[str, Tensor]  # [B, T] and [B, T, K], detached, for saved rollouts
+    metrics: Sums  # metrics of both models; the count of `rollout_model/loss` is the denominator
+    trace: dict[str, Tensor]  # columns of saved rollouts by name, [B, T] or [B, T, K], detached
 
     @property
     def rollout_model(self) -> Tensor:
@@ -166,8 +166,8 @@ class JointLoss:
 class PolicyReport:
     """The metrics of the policy's loss and its correction on one micro-batch, and a trace: tensors of single tokens."""
 
-    metrics: Sums  # `policy/loss` holds the denominator as its count
-    trace: dict[str, Tensor]  # [B, T], detached, for saved rollouts
+    metrics: Sums  # the count of `policy/loss` is the denominator of the policy's loss
+    trace: dict[str, Tensor]  # columns of saved rollouts by name, [B, T], detached
 
 
 def token_scores(
@@ -199,7 +199,7 @@ def token_scores(
     # Without a rollout model the policy stands for it; at tokens that the policy sampled, it does so in Z alone.
     joint = head if isinstance(head, JointOutput) else _paired_with_itself(head, lam)
     if joint is head and batch.by_policy is not None:
-        by_policy = batch.by_policy[:, None].expand_as(batch.response_mask)  # [B, T], of each token
+        by_policy = batch.by_policy[:, None].expand_as(batch.response_mask)  # [B, T]
         joint = _with_own_z(joint, at(by_policy), lam)
 
     z = NORMALIZERS[normalizer](joint, at(batch.top_ids), at(batch.top_log_probs), at(rollout_weights_are_current), lam)
@@ -234,7 +234,7 @@ def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tupl
         The log-probs of the sampled tokens, [N] with gradient, and of the engine's top-k ids, [N, K] without gradient.
     """
     sampled_ids, top_ids = batch.at_sampled(batch.response_ids), batch.at_sampled(batch.top_ids)
-    is_kept = batch.at_sampled(batch.top_log_probs) > -torch.inf  # False also for NaN: no log-prob
+    is_kept = batch.at_sampled(batch.top_log_probs) > -torch.inf  # False also for NaN, which stands for no log-prob
     return support_log_probs(head, sampled_ids, top_ids, is_kept, temperature)
 
 
@@ -260,7 +260,10 @@ def on_support(
 
 
 def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
-    """Pair a model with a detached copy: every KL is 0, and Z = sum_x min(p, p / lam) = min(1, 1 / lam)."""
+    """Pair a model with a detached copy of its outputs.
+
+    The KLs are 0, and Z, OBRS's expected acceptance, is sum_x min(p(x), p(x) / lam) = min(1, 1 / lam).
+    """
     nothing = torch.zeros_like(head.log_probs)
     entropy = None if head.entropy is None else head.entropy.detach()
     itself = replace(head, log_probs=head.log_probs.detach(), entropy=entropy)
@@ -275,7 +278,10 @@ def _paired_with_itself(head: HeadOutput, lam: float) -> JointOutput:
 
 
 def _with_own_z(joint: JointOutput, by_policy: Tensor, lam: float) -> JointOutput:
-    """Replace the rollout model in Z by the policy at tokens that the policy sampled (`by_policy`, [N] bool)."""
+    """Replace the rollout model by the policy in Z, the expected acceptance, at tokens that the policy sampled.
+
+    `by_policy` [N] bool is True at these tokens.
+    """
     # Where the policy sampled, p_inf is p_policy: Z is min(1, 1 / lam), and fill-ins are the policy's own log-probs.
     itself = joint.policy.top_log_probs
     exact_z = None if joint.exact_z is None else joint.exact_z.masked_fill(by_policy, min(1.0, 1.0 / lam))
@@ -292,8 +298,8 @@ def _topk(joint: JointOutput, top_ids: Tensor, top_log_probs: Tensor, current: T
         rollout_top_ids=top_ids,
         target_top_ids=policy.top_ids,
         target_top_log_probs=policy.top_log_probs,
-        fill_ins=joint.fill_ins,  # log-probs, in training, of the model that sampled, at the policy's top-k ids
-        fill_valid=current,  # where these are also log p_inf, those of the engine that sampled
+        fill_ins=joint.fill_ins,  # training's log-probs of the model that sampled, at the policy's top-k ids
+        fill_valid=current,  # True where `fill_ins` are also log p_inf, the engine's log-probs
         lam=lam,
     )
 
@@ -350,8 +356,8 @@ def measured_inputs(
         now: log-probs and Z under the current weights, by `OldLogProbs.of`; it may be `old` itself where neither
             `objective.target` nor `objective.proximal` is "new".
     """
-    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)  # keys: old, new, rollout
-    target = old if objective.target == "old" else now  # has the Z of the target, and its lam
+    by_name = references(old.old_log_probs, now.old_log_probs, batch.rollout_log_probs)  # keys: "old", "new", "rollout"
+    target = old if objective.target == "old" else now  # has the Z and the lam for `objective.target`
 
     inputs = CorrectionInputs(
         rollout_log_probs=batch.rollout_log_probs,
@@ -421,7 +427,7 @@ def joint_loss(
     """
     terms = policy_terms(policy, batch, scores, inputs)
     correction = policy.correction.apply(inputs, totals)
-    policy_sum, _ = policy_loss(policy, terms, correction, max_length)  # the numerator alone
+    policy_sum, _ = policy_loss(policy, terms, correction, max_length)  # the denominator is not used here
     ppo, distill, rollout_metrics = rollout_model_loss(rollout_model, batch, scores, old, max_length)
 
     return JointLoss(
@@ -452,7 +458,7 @@ def policy_report(
         correction: the result of applying the policy's correction to `terms.inputs` and `totals`.
         totals, max_length: as in `joint_loss`.
     """
-    inputs, lam = terms.inputs, objective.correction.lam  # `lam` is for tokens without one of a budget, `inputs.lam`
+    inputs, lam = terms.inputs, objective.correction.lam  # `lam` is used only where `inputs.lam` is None
     numerator, denominator = policy_loss(objective, terms, correction, max_length)
     budget_metrics = {} if inputs.lam is None else {"obrs/lam": Mean.of(inputs.lam, inputs.response_mask)}
 

@@ -21,7 +21,7 @@ class Surrogate(NamedTuple):
     clipped: Tensor  # bool, True where the clip changed the gradient
 
 
-# A surrogate function computes S of every token from the arguments of `clipped_surrogate`.
+# A surrogate function computes the objective S of every token from the arguments of `clipped_surrogate`.
 # The gradient of a token's S is a factor times that of the token's own log p_new, so that a correction can weigh or
 # reject the token alone; the factor may depend on the whole response, rejected tokens included. S does not depend on
 # the correction, as `training.kappa.KappaRepair` requires. SG is the stop-gradient.
@@ -54,7 +54,8 @@ def _gspo(log_probs: Tensor, proximal: Tensor, advantages: Tensor, mask: Tensor,
     verl's `gspo` is the same with log s_t cut at 10 (verl/trainer/ppo/core_algos.py, commit b178a3c). `clipped` is True
     where the clip removes the gradient: on all tokens of a response or on none.
     """
-    # s_t: the mean over a response's tokens gives the value, a ratio that is always 1 the gradient of log p_new.
+    # s_t is a product. The first factor, a mean over a response's tokens, is its value. The second is always 1 and has
+    # the gradient of log p_new.
     ratio = _mean((log_probs - proximal).detach(), mask).exp() * _unit_ratio(log_probs)
     return _clipped(ratio, advantages, low, high)
 
@@ -161,7 +162,7 @@ def clipped_value_error(values: Tensor, old_values: Tensor, returns: Tensor, cli
 
 # An aggregate turns token losses [B, T] into (numerator, denominator), two scalars that add up over micro-batches and
 # ranks. `counted` [B, T] is the weight of each token in the denominator: the response mask, the acceptance mask, or
-# a(x). A sequence is never split between micro-batches. `max_length` is the sampling limit on T.
+# the acceptance probability a(x). A sequence is never split between micro-batches. `max_length` limits T.
 
 
 def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +173,8 @@ def _token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tenso
 def _seq_mean_token_mean(losses: Tensor, counted: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
     """Return the sum of the sequences' mean losses, and the number of sequences: GRPO, arXiv 2402.03300.
 
-    A mean is the sum of losses by the number of counted tokens; a sequence without any is left out of both.
+    A sequence's mean is its sum of losses divided by its number of counted tokens; a sequence without counted tokens
+    is left out of both.
     """
     counts = counted.sum(-1)
     present = counts > 0
@@ -191,10 +193,10 @@ LOSS_AGG_MODES: dict[str, Aggregate] = {
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }
 
-Distillation = Callable[[JointOutput], Tensor | None]  # None where the head computed log-probs only
+Distillation = Callable[[JointOutput], Tensor | None]  # returns None where the head computed log-probs only
 DISTILLATIONS: dict[str, Distillation] = {
-    "forward": lambda head: head.forward_kl,  # KL(SG(p_new) || p_omega) [N], eq. 7 as printed
-    "reverse": lambda head: head.reverse_kl,  # KL(p_omega || SG(p_new)) [N]
+    "forward": lambda head: head.forward_kl,  # KL(detached policy || rollout model), [N]: eq. 7 of the Jackpot paper
+    "reverse": lambda head: head.reverse_kl,  # KL(rollout model || detached policy), [N]: the other direction
 }
 
 

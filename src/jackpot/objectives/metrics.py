@@ -14,7 +14,7 @@ from jackpot.core.types import TokenBatch, Version
 from jackpot.objectives.corrections import Correction, CorrectionInputs
 from jackpot.objectives.corrections.base import split_by_model
 
-ROUNDING = 1e-6  # rounding error of Z in float32
+ROUNDING = 1e-6  # room for the rounding error of Z in float32
 
 
 def mismatch(log_ratio: Tensor, mask: Tensor, by_policy: Tensor | None = None) -> Sums:
@@ -75,8 +75,8 @@ def correction_metrics(
 ) -> Sums:
     """Measure what the correction and PPO's clip did, over all response tokens, by sign of advantage and by position.
 
-    The acceptance is measured by sign and by position only: `measure_overlap` measures it over all tokens, and over
-    those of each model.
+    The acceptance is measured by sign and by position only: `measure_overlap` measures it over all tokens, and over the
+    tokens that each model sampled.
 
     Args:
         correction: its `capped_c2` is True where the cap c2 lowered p_proximal / p_target.
@@ -103,7 +103,7 @@ def correction_metrics(
 
     # Z is at most min(1, 1 / lam). Where kappa Z exceeds that, beyond two standard errors of kappa, kappa is too large.
     ceiling = (1.0 / torch.as_tensor(inputs.lam_per_token(lam), dtype=torch.float64)).clamp(max=1.0)
-    # Averaged over all response tokens, not by sign or position; kappa also over those of each model.
+    # These metrics are averaged over all response tokens, not by sign or position; kappa also over each model's tokens.
     whole = {
         "obrs/kappa": kappa.expand_as(factor),
         "obrs/kappa_z_above_1": (kappa - 2.0 * _kappa_error(totals)) * z > ceiling + ROUNDING,
@@ -128,7 +128,7 @@ def correction_summary(correction: Correction, inputs: CorrectionInputs, overlap
         has_z: whether Z, the expected acceptance, is known; without it metrics of Z are left out.
     """
     mask, log_ratio = inputs.response_mask, inputs.log_ratio.double()
-    ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask  # factor: on each token's loss
+    ratio, factor = log_ratio.exp(), correction.weights * correction.accept_mask  # factor: multiplies each token's loss
     per_token = {
         "mismatch/ratio": ratio,
         "mismatch/kl_k1": -log_ratio,

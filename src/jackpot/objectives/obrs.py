@@ -1,7 +1,7 @@
-"""Optimal budgeted rejection sampling (OBRS) of single tokens, as in Jackpot (arXiv 2602.06107, "the paper").
+"""Rejection of tokens sampled from p_inf, for a target p_target: OBRS of Jackpot (arXiv 2602.06107, "the paper").
 
-Pure functions of tensors, torch only. The paper's sections 3 and 4; the rule is Verine et al. 2024. With
-rho = p_target(x) / p_inf(x):
+OBRS is optimal budgeted rejection sampling. Pure functions of tensors, torch only. The paper's sections 3 and 4; the
+rule is Verine et al. 2024. With rho = p_target(x) / p_inf(x):
 
     acceptance   a(x) = min(1, rho / lam)                       eq. 3; a larger lam rejects more
     kept mass    o(x) = p_inf(x) a(x) = min(p_inf(x), p_target(x) / lam)
@@ -32,20 +32,21 @@ def acceptance(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float |
     It is in [0, 1], smaller for a larger lam, and 0 where p_target is 0, also where p_inf is 0 too. The result has the
     arguments' shape, which may be any.
     """
-    ratio = target_log_probs - rollout_log_probs - log_lam(lam)  # NaN where both are -inf
+    ratio = target_log_probs - rollout_log_probs - log_lam(lam)  # NaN where both log-probs are -inf
     return torch.where(target_log_probs.isneginf(), 0.0, ratio.clamp(max=0.0).exp())
 
 
 def accept(acceptance: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw the mask of accepted tokens, True where the uniform number is below the acceptance. Any shape, kept.
+    """Draw the mask of accepted tokens, True where the uniform number is below the acceptance.
 
-    With `uniforms` in [0, 1), an acceptance of 1 always accepts and one of 0 never does.
+    The result has the arguments' shape, which may be any. With `uniforms` in [0, 1), an acceptance of 1 always accepts
+    and one of 0 never does.
     """
     return uniforms < acceptance
 
 
 def log_kept_mass(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: float | Tensor) -> Tensor:
-    """Return log min(p_inf(x), p_target(x) / lam), the log-prob that x is sampled and accepted. Any shape, kept."""
+    """Return log min(p_inf(x), p_target(x) / lam), the log-prob that x is sampled and accepted, of the same shape."""
     return torch.minimum(rollout_log_probs, target_log_probs - log_lam(lam))
 
 
@@ -66,12 +67,13 @@ def post_rejection(rollout_log_probs: Tensor, target_log_probs: Tensor, lam: flo
 class ZEstimate(NamedTuple):
     """An estimate of Z, the expected acceptance, from a part of the vocabulary, with bounds of Z. All [...], float."""
 
-    value: Tensor  # enters the weight; equals `lower`, the paper's Z_approx
+    value: Tensor  # the estimate that weights use; equals `lower`, the paper's Z_approx
     lower: Tensor
     upper: Tensor
     rollout_mass: Tensor  # sum of p_inf over the tokens of which p_inf and p_target are both known
     target_mass: Tensor  # sum of p_target over the same tokens, without those that a truncated sampler never gives
-    union: Tensor  # 1 where those tokens are the top k of both models, or all tokens; 0: the top k of the sampler alone
+    # 1 where both probabilities are known for the top k of either model, or for all tokens; 0: for the sampler's top k.
+    union: Tensor
 
 
 def topk_z(
@@ -105,7 +107,7 @@ def topk_z(
         fill_valid: [...] bool, True where that forward pass used the weights that sampled the token, untruncated.
         lam: as in `acceptance`; a tensor must be [..., 1].
     """
-    is_new = _not_among(target_top_ids, rollout_top_ids)  # [..., K'] in N
+    is_new = _not_among(target_top_ids, rollout_top_ids)  # [..., K'] bool, True for ids in the set N
     filled = is_new & fill_valid.unsqueeze(-1)
     unknown = is_new & ~fill_valid.unsqueeze(-1)
 
@@ -128,14 +130,14 @@ def topk_z(
     ceiling = (1.0 / scale).clamp(max=1.0)
     upper = torch.minimum(known + missing, torch.maximum(ceiling, known))
 
-    union = fill_valid.to(known.dtype)  # 1 where the known tokens are the top k of both models
+    union = fill_valid.to(known.dtype)  # 1 where both probabilities are known for the top k of either model
     return ZEstimate(
         value=known, lower=known, upper=upper, rollout_mass=rollout_mass, target_mass=target_mass, union=union
     )
 
 
 def known_z(z: Tensor) -> ZEstimate:
-    """Return an exactly known Z, [...], as an estimate whose bounds meet."""
+    """Return an exactly known expected acceptance, [...], as an estimate whose bounds meet."""
     ones = torch.ones_like(z)
     return ZEstimate(value=z, lower=z, upper=z, rollout_mass=ones, target_mass=ones, union=ones)
 
@@ -151,7 +153,10 @@ def kappa(acceptance_sum: Tensor, z_sum: Tensor) -> Tensor:
 
 
 def weight(rollout_log_probs: Tensor, target_log_probs: Tensor, z: Tensor, lam: float | Tensor) -> Tensor:
-    """Return Z max(lam, p_target / p_inf), an accepted token's weight before caps (the paper's Algorithm 1)."""
+    """Return Z max(lam, p_target / p_inf), an accepted token's weight before caps (the paper's Algorithm 1).
+
+    Z is the expected acceptance, p_inf the distribution that the token was sampled from.
+    """
     return (z.log() + torch.maximum(target_log_probs - rollout_log_probs, _like(log_lam(lam), z))).exp()
 
 
@@ -186,9 +191,9 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
     rollout = rollout.gather(-1, order)
     from_here = rollout.flip(-1).cumsum(-1).flip(-1)  # P_inf(rho >= rho_i)
     rollout_above = pad(from_here[..., 1:], (0, 1))  # P_inf(rho > rho_i)
-    z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # falls along V
+    z_at_rho = torch.where(rho > 0, rollout_above + target_up_to / rho, math.inf)  # Z(rho_i), falls with i
 
-    # The last i with Z(rho_i) >= budget (`segment`), and the lam that the formula above gives for every i (`inside`).
+    # The last i with Z(rho_i) >= budget (`segment`), and for each i the lam by the docstring's formula (`inside`).
     segment = ((z_at_rho >= budget).sum(-1, keepdim=True) - 1).clamp(min=0)
     inside = target_up_to / (budget - rollout_above).clamp(min=torch.finfo(torch.float64).tiny)
     next_rho = pad(rho[..., 1:], (0, 1), value=math.inf)
@@ -199,7 +204,10 @@ def lam_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: 
 
 
 def z_for_budget(rollout_log_probs: Tensor, target_log_probs: Tensor, budget: float) -> tuple[Tensor, Tensor]:
-    """Return (Z, lam), with lam from `lam_for_budget`, so that Z equals `budget`: [..., V] -> [...] each, float64."""
+    """Return Z, the expected acceptance, and the lam from `lam_for_budget` at which Z is `budget`, [...] each, float64.
+
+    The arguments are log-probs of the whole vocabulary, [..., V].
+    """
     lam = lam_for_budget(rollout_log_probs, target_log_probs, budget)
     return exact_z(rollout_log_probs.double(), target_log_probs.double(), lam.unsqueeze(-1)), lam
 
@@ -235,7 +243,7 @@ def _unknown_mass(rollout_top: Tensor, target_top: Tensor, unknown: Tensor, lam:
     `rollout_top` [..., K] and `target_top` [..., K'] are the log-probs of each model's own top tokens.
     The p_inf of an unknown token is at most the smallest p_inf above 0 among the rollout model's top tokens.
     """
-    if not rollout_top.shape[-1]:  # no top tokens bound p_inf: what is kept is at most p_target / lam
+    if not rollout_top.shape[-1]:  # no top token bounds p_inf: the kept mass is at most p_target / lam
         return _masked_mass(target_top - log_lam(lam), unknown)
     smallest = torch.where(rollout_top.isneginf(), torch.inf, rollout_top).min(-1, keepdim=True).values
     return _masked_mass(log_kept_mass(smallest, target_top, lam), unknown)
@@ -247,5 +255,5 @@ def _masked_mass(log_mass: Tensor, mask: Tensor) -> Tensor:
 
 
 def _like(value: float | Tensor, tensor: Tensor) -> Tensor:
-    """Return `value` in the dtype and on the device of `tensor`; a number is created there, since a copy would wait."""
+    """Return `value` in the dtype and on the device of `tensor`; a number is created there, as a copy would wait."""
     return value.to(tensor) if isinstance(value, Tensor) else tensor.new_full((), value)

@@ -25,11 +25,11 @@ _SIGNS = {  # text of the error or warning, by the name of the sign
     "rounded": "all log-probs of one model are rounded to bfloat16, 1 part in 256, which OBRS reads as mismatch; take "
     "them from float32 logits, logits.float().log_softmax(-1)",
 }
-_WARNED = ("swapped", "rounded")  # only warned of: made-up or inexact tensors may show these signs too
+_WARNED = ("swapped", "rounded")  # signs that only warn: made-up or inexact tensors may show them too
 _ROUNDING = 0.01  # most by which rounding may raise a log-prob above 0, and Z above its bound
 
-_Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the event of their arrival
-_pending: list[_Copied] = []  # signs of one call on their way from a GPU, or empty
+_Copied = tuple[Mapping[str, Tensor], torch.cuda.Event | torch.Event]  # signs, and the event at the end of their copy
+_pending: list[_Copied] = []  # empty, or the signs of one call that are being copied from a GPU
 
 
 def described(argument: object) -> str:
@@ -87,7 +87,7 @@ def check_numbers(mask: Tensor, tensors: Mapping[str, Tensor | None], lam: float
                 f"{name} holds {wrong} numbers that are not finite at tokens of the response mask{why * (name == 'z')}"
             )
 
-        # More log-probs clearly above 0 than clearly below it: not single numbers that rounding has raised.
+        # An error takes more log-probs clearly above 0 than clearly below it: rounding raises only single ones.
         if name.endswith("log_probs") and (numbers > _ROUNDING).sum() > (numbers < -_ROUNDING).sum():
             raise DataError(f"{name} is above 0 at most tokens; log-probs are natural logarithms of probabilities")
         if name == "z" and not ((numbers >= 0) & (numbers <= largest_z + _ROUNDING)).all():
@@ -105,7 +105,7 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
 
     On a GPU the error is about the signs of an earlier call, if they have arrived; nothing waits for the device, and
     while signs are on their way, those of further calls are dropped. Meta tensors have no signs to read.
-    Status: on a GPU, run on a virtual one alone (docs/gpu.md).
+    Status: tested on the CPU and on a virtual GPU, never on a real GPU (docs/gpu.md).
     """
     device = next(iter(signs.values())).device.type
     if device == "cuda":
@@ -128,8 +128,8 @@ def report_signs(signs: Mapping[str, Tensor]) -> None:
 def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[str, Tensor]:
     """Look for signs of a mistake in sampled tokens' log p_inf (`rollout`) and log p_target (`target`), [B, T] each.
 
-    Each sign is a bool scalar, returned under its name: no token ("empty"), "swapped" and "shifted" as below, and one
-    model's log-probs all rounded to bfloat16 ("rounded").
+    Each sign is a bool scalar, returned under its name: no token ("empty"), "swapped" (see below), one model's
+    log-probs moved by a token ("shifted"), and one model's log-probs all rounded to bfloat16 ("rounded").
 
     Swapped: where p_inf sampled the tokens, the product of rho = p_target / p_inf over all tokens has an expectation of
     at most 1, whatever the models, so its logarithm exceeds 30 with a chance of at most e^-30. It does exceed 30 if the
@@ -138,7 +138,7 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     """
     count, log_ratio = mask.sum(), torch.where(mask, target - rollout, 0.0).double()
     inverse = torch.where(mask, (-log_ratio).exp(), 0.0)
-    mean = inverse.sum() / count  # of 1 / rho; `error` is its standard error
+    mean = inverse.sum() / count  # mean of 1 / rho; `error` is its standard error
     error = ((inverse.square().sum() / count - mean.square()).clamp(min=0.0) / count).sqrt()
 
     # Shifted: the log-probs of one model correlate better with the other's at the token before or after. `pairs` are
@@ -147,7 +147,7 @@ def signs_of_log_probs(mask: Tensor, rollout: Tensor, target: Tensor) -> dict[st
     shifted = torch.maximum(
         _correlation(rollout[:, 1:], target[:, :-1], pairs), _correlation(rollout[:, :-1], target[:, 1:], pairs)
     )
-    # For "swapped" the log of the product must exceed 30 (as above), and in a large batch 0.02 a token.
+    # For "swapped" the log of the product of rho must exceed 30 and also, in a large batch, 0.02 times the token count.
     return {
         "empty": count == 0,
         "swapped": (log_ratio.sum() > (0.02 * count).clamp(min=30.0)) & ((mean - 1.0).abs() < 0.01 + 4.0 * error),
@@ -164,14 +164,14 @@ def sign_of_shift(policy_best: Tensor, rollout_best: Tensor, usable: Tensor) -> 
     Args:
         usable: [..., T] bool, True at positions for which the engine returned top tokens.
     """
-    # The shares of usable positions at which the models agree: as they stand, then with one moved by a position.
+    # The shares of usable positions at which the models agree: as they stand, then with one model moved by a position.
     every, after_first, before_last = slice(None), slice(1, None), slice(None, -1)  # positions
     unshifted, *shifted = (
         ((policy_best[..., at_policy] == rollout_best[..., at_rollout]) & usable[..., at_rollout]).sum()
         / usable[..., at_rollout].sum()
         for at_policy, at_rollout in ((every, every), (after_first, before_last), (before_last, after_first))
     )
-    agreement = torch.maximum(*shifted)  # the better of the two shifts
+    agreement = torch.maximum(*shifted)  # the larger share of the two shifts
     return {"shifted_logits": (agreement > 0.5) & (unshifted < 0.5 * agreement) & (usable.sum() >= _LEAST)}
 
 

@@ -80,7 +80,7 @@ def default_tile(n: int, vocabulary: int, device_type: str) -> tuple[int, int]:
         vocabulary: tokens in all.
     """
     max_logits = MAX_TILE_LOGITS["cuda" if device_type == "cuda" else "cpu"]
-    positions = max(1, min(n, MAX_ROW_POSITIONS))  # of a tile with the whole vocabulary
+    positions = max(1, min(n, MAX_ROW_POSITIONS))  # positions of a tile of the whole vocabulary
     if positions * vocabulary <= max_logits:
         return positions, vocabulary
 
@@ -142,7 +142,7 @@ def tiled_heads(
         gather_ids = ids.new_empty((len(ids), 0))
     tensors = (tensor for head in heads for tensor in head.tensors)
     outputs: tuple[Tensor, ...] = _TiledHeads.apply(plan, ids, gather_ids, *tensors)
-    return outputs[: plan.num_values], outputs[plan.num_values :]  # with a gradient, without
+    return outputs[: plan.num_values], outputs[plan.num_values :]  # those with a gradient, those without
 
 
 def keeps_logits(heads: Sequence[Head], options: HeadOptions) -> tuple[bool, ...]:
@@ -165,10 +165,10 @@ class _TilePlan(NamedTuple):
 
     reader: TileReader
     moments: bool  # whether entropy and divergences are computed
-    keeps: tuple[bool, ...]  # whether forward keeps the logits, of each head
+    keeps: tuple[bool, ...]  # for each head, whether forward keeps its logits
     temperature: float
-    lam: float | None  # None: no exact Z
-    num_top: int  # K
+    lam: float | None  # OBRS's lam, for the exact Z; None: no Z
+    num_top: int  # K of the top K
     blocks: tuple[slice, ...]  # slices of the N positions
     tiles: tuple[slice, ...]  # slices of the V tokens of the vocabulary
     soft_caps: tuple[float | None, ...]  # one entry for each head: its soft cap, or None for no cap

@@ -28,7 +28,8 @@ from jackpot.objectives.kernels.tiles import HeadGrads, HeadOperands
 class OutputGradient(NamedTuple):
     """The loss's gradient with respect to a head's entropy or reverse KL (the output), and the output's own value.
 
-    The value is needed too, because it stands in the output's derivative with respect to the logits (see above).
+    The value is needed too, because it stands in the output's derivative with respect to the logits, as
+    in d entropy = -p (log p + entropy), with p the head's probabilities.
     """
 
     to: Tensor  # [N] d loss / d output, divided by the temperature
@@ -64,7 +65,7 @@ def coefficients_of(
         constants.append(to_forward)
     if reverse_kl is not None:  # d reverse KL = p (log p - log o - reverse KL)
         product = reverse_kl.to * reverse_kl.value
-        constants.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # 0 even if the KL is infinite
+        constants.append(-product.masked_fill_(reverse_kl.to == 0.0, 0.0))  # no gradient adds 0, even if the KL is inf
         on_log = reverse_kl.to if on_log is None else on_log + reverse_kl.to
 
     if not constants:

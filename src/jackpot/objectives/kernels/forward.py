@@ -51,12 +51,12 @@ def _rescaled(sums: Sequence[TileSums], maxima: Sequence[Tensor]) -> list[TileSu
     If the maximum rises by d, and that of the other head by d_o, sum_exp s, moment t and gap g become s e^-d,
     (t - d s) e^-d and (g + (d_o - d) s) e^-d. `maxima` are [C] of each head.
     """
-    falls = [old.row_max - new_max for old, new_max in zip(sums, maxima, strict=True)]  # -d of each head, at most 0
+    falls = [old.row_max - new_max for old, new_max in zip(sums, maxima, strict=True)]  # -d of each head, d the rise
     rescaled: list[TileSums] = []
     for i, (old, new_max, fall) in enumerate(zip(sums, maxima, falls, strict=True)):
         factor, old_sum_exp = fall.exp(), old.sum_exp
         moment = None if old.moment is None else (old.moment + old_sum_exp * fall) * factor
-        # `falls[1 - i]` is -d_o, that of the other head.
+        # `falls[1 - i]` is -d_o, minus the rise of the other head's maximum.
         gap = None if old.gap is None else (old.gap + old_sum_exp * (fall - falls[1 - i])) * factor
         rescaled.append(old._replace(row_max=new_max, sum_exp=old_sum_exp * factor, moment=moment, gap=gap))
     return rescaled
@@ -87,12 +87,12 @@ class PositionBlock:
     ) -> None:
         """Start before the first tile; `wanted` [C, G] are the ids whose log-probs are returned; `lam` None: no Z."""
         self._heads, self._reader = heads, reader
-        self._rows, self._wanted = rows, wanted  # the C positions, and the ids
+        self._rows, self._wanted = rows, wanted  # the C positions, and the ids whose log-probs are returned
         self._num_top, self._lam = num_top, lam  # K of the top K, and OBRS's lam
         self._moments = moments  # whether entropy and KL divergences are computed
         self._picked: dict[int, Tensor] = {}  # logits [C, G] at the wanted ids, by the head's index
         self._tops = [RunningTopK(num_top) for _ in heads]
-        self._sums: list[TileSums] = []  # of each head, over the tiles so far
+        self._sums: list[TileSums] = []  # sums of each head, over the tiles so far
         self._z: Tensor | None = None  # [C] the exact Z of the tiles so far
 
     def update(self, columns: slice) -> None:
@@ -116,7 +116,7 @@ class PositionBlock:
     def _pick(self, i: int, logits: Tensor, columns: slice) -> None:
         """Store head i's logits at the wanted ids that are among this tile's tokens, `columns`; `logits` are [C, T]."""
         width = columns.stop - columns.start
-        # Counted from the tile's first token; ids of other tiles are then below 0, or not below `width`.
+        # `wanted` counts ids from the tile's first token: ids of other tiles are below 0, or not below `width`.
         wanted = self._wanted - columns.start if columns.start else self._wanted
         values = logits.gather(1, wanted.clamp(0, width - 1))
         # The first tile also stores some logit at the ids that it does not contain: the tiles that do overwrite it.
@@ -125,7 +125,10 @@ class PositionBlock:
         self._picked[i] = values
 
     def add_z(self, lam: float) -> None:
-        """Add the share of the heads' selected tokens to Z; for a second pass over the tiles, with final logsumexps."""
+        """Add the share of the heads' selected tokens to Z, OBRS's expected acceptance.
+
+        This is for a second pass over the tiles, when the logsumexps are final.
+        """
         tiles = [head.tile(self._rows) for head in self._heads]
         z = self._reader.common_mass(tiles, self.logsumexps, lam)
         self._z = z if self._z is None else self._z + z
@@ -139,7 +142,8 @@ class PositionBlock:
         """Return the final outputs of the block's C positions, once all tiles of the vocabulary were visited.
 
         Returns:
-            The outputs through which a gradient flows, and the others, both in the order of `autograd.tiled_heads`.
+            The outputs with a gradient (log-probs of the sampled ids, entropy, KLs) and those without (top ids, the
+            log-probs at top ids and at the other wanted ids, Z), both in the order of `autograd.tiled_heads`.
         """
         values: list[Tensor] = []
         constants: list[Tensor] = []
@@ -150,8 +154,8 @@ class PositionBlock:
             return (logits - self._sums[i].row_max[:, None]).sub_(logs[i][:, None])
 
         for i, (sums, top) in enumerate(zip(self._sums, self._tops, strict=True)):
-            at_wanted = log_probs(i, self._picked[i])  # of the sampled ids (column 0), and of the ids to gather
-            values.append(at_wanted[:, 0])  # of the sampled ids
+            at_wanted = log_probs(i, self._picked[i])  # at the sampled ids (column 0), and at `gather_ids`
+            values.append(at_wanted[:, 0])  # log-probs of the sampled ids
             if sums.moment is not None:
                 values.append(logs[i] - sums.moment / sums.sum_exp)  # entropy
             constants += [top.ids, log_probs(i, top.values), at_wanted[:, 1:]]
@@ -160,7 +164,7 @@ class PositionBlock:
             if sums.gap is not None:
                 values.append(_divergence(sums, sums.gap, logs[i], logs[1 - i]))
         if len(self._sums) == 2:
-            constants.append(log_probs(1, self._tops[0].companions[0]))  # the rollout model's, at the policy's top K
+            constants.append(log_probs(1, self._tops[0].companions[0]))  # of the rollout model, at the policy's top K
         if self._z is not None:
             constants.append(self._z)
         return values, constants

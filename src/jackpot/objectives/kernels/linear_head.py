@@ -31,10 +31,10 @@ _SORTED_AT_ONCE = 2**22  # most logits of a model that `z_for_budget` sorts at a
 class HeadOutput:
     """The outputs of one head for N positions, in float32, or in float64 if any operand is float64."""
 
-    log_probs: Tensor  # [N] of the given ids; differentiable
+    log_probs: Tensor  # [N] log-probs of the given ids; differentiable
     entropy: Tensor | None  # [N] -sum_x p(x) log p(x); differentiable; None where only log-probs are computed
     top_ids: Tensor  # [N, K] int64, most probable first; no gradient
-    top_log_probs: Tensor  # [N, K]; no gradient
+    top_log_probs: Tensor  # [N, K] log-probs of top_ids; no gradient
     gathered: Tensor  # [N, G] log-probs at gather_ids; no gradient
 
     @classmethod
@@ -158,14 +158,14 @@ def joint_linear_head(
     """Compute `linear_head` of both models at the same ids, their KL divergences, and OBRS's Z over the vocabulary.
 
     Arguments as in `linear_head`. The models may differ in hidden size, not in the number of positions or tokens. Z,
-    the expected acceptance (`objectives.obrs`), is computed if its `lam`, above 0, is given; with more than one tile of
-    tokens, that forms all logits once more.
+    the expected acceptance (`objectives.obrs`), is computed if its `lam`, above 0, is given; where a tile has only a
+    part of the vocabulary, that forms all logits once more.
 
     Both divergences and Z take p_policy as a constant: no gradient reaches the policy's hidden states or its weight
     (but for a weight that both heads share). forward_kl is inf where the policy has mass and the rollout model none;
     its gradient, the rollout model's probabilities minus the policy's, stays finite. reverse_kl is inf where the
-    rollout model has mass and the policy none; such a position gets a gradient only if the loss passes one to it.
-    Rounding may leave a KL near 0 slightly negative.
+    rollout model has mass and the policy none; such a position gets a gradient of inf or NaN if the
+    loss depends on its reverse_kl, else none from it. Rounding may leave a KL near 0 slightly negative.
 
     Raises:
         ValueError: as `linear_head`; also heads of different N or V.
@@ -221,21 +221,21 @@ class Fp32Linear(CutLinear):
     `LinearHead` does the same with this layer's weight.
     """
 
-    rounded_to: torch.dtype | None = None  # dtype to which weight and bias are rounded first; None: no rounding
+    rounded_to: torch.dtype | None = None  # dtype to which weight and bias are rounded before the product; None: none
 
     @classmethod
     def of(cls, layer: nn.Linear, rounded_to: torch.dtype | None = None) -> Self:
         """Build a layer of this class that shares the weight and the bias of `layer`.
 
         Args:
-            rounded_to: dtype to which weight and bias are rounded before they are widened; None: they are not rounded.
+            rounded_to: dtype to which weight and bias are rounded before the cast to float32; None: no rounding.
         """
         widened = super().of(layer)
         widened.rounded_to = rounded_to
         return widened
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, cut as by `CutLinear.read` and rounded to `rounded_to`; callers widen them."""
+        """Return weight and bias, cut as by `CutLinear.read` and rounded to `rounded_to`; callers cast to float32."""
         weight, bias = super().read()
         if self.rounded_to is None:
             return weight, bias
@@ -347,7 +347,7 @@ class LinearHead(nn.Module):
         """
         vocabulary = self.policy.out_features
         step = max(1, _SORTED_AT_ONCE // vocabulary)  # positions whose logits are in memory at a time
-        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]  # (Z, lam) of no position: N may be 0
+        chunks = [policy_hidden.new_empty(2, 0, dtype=torch.float64)]  # empty (Z, lam), for `cat` if N is 0
 
         for start in range(0, len(policy_hidden), step):
             rows = slice(start, start + step)
@@ -361,8 +361,8 @@ class LinearHead(nn.Module):
                 only_log_probs=True,
                 tile=(step, vocabulary),  # all these positions and tokens in one tile
             )
-            # Log-probs of all tokens under both models, by falling probability under the policy; `fill_ins` are the
-            # rollout model's.
+            # Log-probs of all tokens under both models, both sorted by falling probability under the policy: `fill_ins`
+            # has those under the rollout model.
             if isinstance(output, HeadOutput):
                 policy = rollout = output.top_log_probs
             else:
@@ -380,7 +380,7 @@ def head_of(layer: nn.Linear, hidden: Tensor, soft_cap: float | None) -> Head:
 
 
 def _check(heads: Sequence[Head], ids: Tensor) -> None:
-    """Raise ValueError for heads and ids of different lengths, and for sharded tensors, whose results mean nothing."""
+    """Raise ValueError if heads and ids differ in positions or heads in vocabulary, or if FSDP has sharded a tensor."""
     vocabularies = [len(head.weight) for head in heads]
     positions = [len(head.hidden) for head in heads]
     if len(set(vocabularies)) > 1:

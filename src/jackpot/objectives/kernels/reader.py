@@ -25,20 +25,25 @@ from jackpot.objectives.kernels.topk import block_max
 LOWEST = -1e30
 """Replaces a log-probability of -inf where it is multiplied by a probability of 0, so that the product is 0."""
 
-LOG2_E = 1.0 / math.log(2.0)  # exp2 is up to three times as fast as exp on a CPU
+LOG2_E = 1.0 / math.log(2.0)  # for e^x = exp2(x log2 e): exp2 is up to three times as fast as exp on a CPU
 
 MAX_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # most logits that are read at a time: 2 MiB and 64 MiB in float32
 
 
 class TileSums(NamedTuple):
-    """The sums over a tile's tokens for one head's logsumexp, entropy, KL and top K; [C] each, but for `block_max`."""
+    """The sums over a tile's tokens for one head's logsumexp, entropy, KL and top K; [C] each, but for `block_max`.
 
-    row_max: Tensor  # m, the largest logit
-    sum_exp: Tensor  # s, the sum of e^(l - m)
-    moment: Tensor | None  # t, the sum of e^(l - m) (l - m), for the entropy; None where it is not needed
+    l is a token's logit; `_o` marks the other head's l and m.
+    """
+
+    row_max: Tensor  # m, the largest logit l
+    sum_exp: Tensor  # s, the sum of e^(l - m) over the logits l
+    moment: Tensor | None  # t, the sum of e^(l - m) (l - m), l a logit, for the entropy; None if not needed
     block_max: Tensor | None  # [C, ceil(T / BLOCK)] largest logit of each block of tokens, for the top K
-    gap: Tensor | None  # g, this head's as p and the other's as q, for the KL; None for one head, or if not needed
-    # Largest logit of the tokens whose logit is -inf under the other head; None where `gap` is, or if none can be -inf.
+    # g, the sum of e^(l - m) ((l - m) - (l_o - m_o)), for KL(head || other head); None for one head, or if not needed.
+    gap: Tensor | None
+    # Largest logit of the tokens whose logit is -inf under the other head. None where `gap` is None, or where the
+    # other head cannot have a logit of -inf.
     max_at_masked: Tensor | None
 
 
@@ -138,7 +143,7 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
         row_max = (head_logits if maxima is None else maxima).amax(-1).clamp(min=LOWEST)
         shifted = head_logits - row_max[:, None]
         exps = _exp(shifted)
-        if masks:  # without -inf, which times its e^-inf = 0 would be NaN below
+        if masks:  # replaces -inf, whose product with e^-inf = 0 would be NaN below
             shifted = shifted.clamp(min=LOWEST)
         sums.append(
             TileSums(
@@ -171,7 +176,10 @@ def tile_sums(logits: Sequence[Tensor], may_mask: Sequence[bool], tops: bool, mo
 
 
 def tile_common_mass(logits: Sequence[Tensor], logsumexps: Sequence[Tensor], lam: float) -> Tensor:
-    """Return sum_x min(q(x), p(x) / lam) over a tile's tokens x: [C]; `logits` are those of p and of q, [C, T] each."""
+    """Return a tile's share of Z, OBRS's expected acceptance: sum_x min(q(x), p(x) / lam) over its tokens x, [C].
+
+    `logits` are those of the policy p and of the rollout model q, [C, T] each.
+    """
     p, q = (_exp(head_logits - logsumexp[:, None]) for head_logits, logsumexp in zip(logits, logsumexps, strict=True))
     return torch.minimum(q, p / lam).sum(-1)
 
@@ -282,7 +290,7 @@ class TorchReader:
                 for head_logits, tile, head_gradient in zip(logits, tiles, gradients, strict=True)
             ]
 
-            # Coefficients and memory of these rows, of each head; None stays None. Where the memory has the dtype of
+            # Each head's coefficients and memory, cut to these rows; None stays None. Where the memory has the dtype of
             # the sums, the gradient with respect to the logits is computed in it, else copied to it afterwards.
             chunks = [
                 head_gradient

@@ -70,15 +70,15 @@ class _RowProducts(torch.autograd.Function):
 
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):
-                weight_rows = weight[columns[rows]].to(operands).to(dtype)  # [rows, G, H]
+                weight_rows = weight[columns[rows]].to(operands).to(dtype)  # [rows, G, H], one for each id
                 products[rows] = (weight_rows @ hidden[rows].to(operands).to(dtype)[..., None])[..., 0]
         return products
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of forward's arguments, None but for hidden and weight (`ctx.needs_input_grad` 3 and 4).
+        """Return the gradients of forward's arguments: those of `hidden` and `weight` where needed, else None.
 
-        The gradient of the products is [N, G], for G ids at each position.
+        `gradients` is one tensor, the loss's gradient with respect to the products, [N, G].
         """
         [gradient] = gradients
         columns, hidden, weight = ctx.saved_tensors
@@ -89,7 +89,7 @@ class _RowProducts(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(columns, hidden.shape[1]):
                 if to_hidden is not None:
-                    weight_rows = weight[columns[rows]].to(operands).to(dtype)  # [rows, G, H]
+                    weight_rows = weight[columns[rows]].to(operands).to(dtype)  # [rows, G, H], one for each id
                     to_hidden[rows] = (gradient[rows][:, None] @ weight_rows)[:, 0].to(hidden.dtype)
                 if to_weight is not None:
                     # [rows, G, H]: each gradient times its hidden state, added to the weight's row of that id.
@@ -100,7 +100,7 @@ class _RowProducts(torch.autograd.Function):
 
 
 def _chunks(columns: Tensor, width: int) -> list[slice]:
-    """Cut the N positions into slices, of which each copies at most `_GATHERED` numbers of the weight.
+    """Cut the N positions into slices, for each of which at most `_GATHERED` numbers of the weight are copied.
 
     A position copies G rows of `width` numbers: the rows at its ids in `columns` [N, G].
     """

@@ -73,7 +73,7 @@ class Tile(NamedTuple):
     is_kept: bool  # whether backward reads these logits again, so that no gradient may overwrite them
 
 
-KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T] by their first position and token
+KeptTiles = dict[tuple[int, int], Tensor]  # tiles of logits [C, T], by (first position, first token)
 
 
 class HeadOperands:
@@ -111,7 +111,7 @@ class HeadOperands:
         self._is_mixed = has_mixed_product(hidden.device)  # whether half-precision operands give float32 products
         self._kept_tiles = kept_tiles
         self._columns = slice(0, 0)  # the slice of the vocabulary that `select` has chosen; none at first
-        # The weight's rows [T, H] at these tokens, in `operand_dtype`; None until a product first needs them.
+        # The weight's rows [T, H] at the selected tokens, in `operand_dtype`; None until a product first needs them.
         self._selected_rows: Tensor | None = None
 
     @property
@@ -196,7 +196,7 @@ class HeadOperands:
             grads.bias[self._columns] += grad.sum(0, dtype=self.dtype)
         if grads.hidden is not None:
             self._add(grads.hidden[rows], grad, self._rows_of_weight)
-        if grads.tile is not None:  # d weight of the selected tokens
+        if grads.tile is not None:  # the gradient of the weight's rows at the selected tokens
             self._add(grads.tile, grad.t(), self.hidden[rows])
 
     def _add(self, total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -212,7 +212,8 @@ class HeadOperands:
 class HeadGrads:
     """The gradients of one head: hidden [N, H] and bias [V] in the logits' dtype, weight [V, H]; None if not needed.
 
-    The weight's gradient is summed tile by tile in the logits' dtype, and a tile is rounded once, when it is complete.
+    The weight's gradient is summed tile by tile in the logits' dtype, and a tile is rounded to the weight's dtype
+    once, when its sum is complete.
     """
 
     def __init__(self, operands: HeadOperands, tensors: HeadTensors, needed: Sequence[bool]) -> None:
@@ -232,7 +233,7 @@ class HeadGrads:
 
     @property
     def is_needed(self) -> bool:
-        """Tell whether at least one of the three gradients is needed."""
+        """Tell whether the gradient of hidden, weight or bias is needed."""
         return any(total is not None for total in (self.hidden, self.weight, self.bias))
 
     def begin_tile(self, columns: slice) -> None:

@@ -41,7 +41,7 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
         values: [N, V] with V at least k.
         maxima: `block_max(values)`, if known.
     """
-    if k == 0 or values.shape[1] // BLOCK < _BLOCKS_PER_K * k:  # so short that one level is faster than two
+    if k == 0 or values.shape[1] // BLOCK < _BLOCKS_PER_K * k:  # for such short rows one level is faster than two
         return values.topk(k, dim=-1)
 
     candidates, block_indices = _candidates(values, k, block_max(values) if maxima is None else maxima)
@@ -52,7 +52,7 @@ def top_k(values: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor,
 def _candidates(values: Tensor, k: int, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Return the candidates for the k largest numbers of each row: k blocks, and the columns after the whole blocks.
 
-    The k blocks with the largest maxima are enough: any other number is at most these k maxima.
+    The k blocks with the largest maxima are enough: no number of another block is above any of these k maxima.
 
     Returns:
         The numbers [N, M] of the M candidates, and the indices of their blocks [N, ceil(M / BLOCK)], for `_ids`.
@@ -86,7 +86,7 @@ class RunningTopK:
     def __init__(self, k: int) -> None:
         """Start before the first piece; `k` is K."""
         self._k = k
-        # Values, largest first; ids; then the `companions`: [N, min(K, seen)] each, of `seen` numbers of a row so far.
+        # Values, largest first; ids; then the `companions`. Each is [N, min(K, numbers of a row so far)].
         self._columns: list[Tensor] = []
 
     @property
@@ -128,12 +128,12 @@ class RunningTopK:
             ids_at = partial(ids.gather, 1)
 
         num_old = self.values.shape[1]
-        pool = torch.cat((self.values, candidates), dim=1)  # the largest so far first: few new numbers displace them
+        pool = torch.cat((self.values, candidates), dim=1)  # the numbers kept so far, then the candidates
         largest, columns = pool.topk(min(self._k, pool.shape[1]), dim=-1)
         is_old, old_columns = columns < num_old, columns.clamp(max=num_old - 1)
-        ids = ids_at((columns - num_old).clamp(min=0))  # those of old columns mean nothing, and are not used
+        ids = ids_at((columns - num_old).clamp(min=0))  # those where `is_old` is True are not used
 
-        # The largest of both, with the ids and companions of each: those kept before or those of this piece.
+        # For each of the `largest`, its id and companions come from the numbers kept before or from this piece.
         new_columns = [ids + start, *(companion.gather(1, ids) for companion in companions)]
         pairs = zip(self._columns[1:], new_columns, strict=True)
         self._columns = [largest, *(torch.where(is_old, old.gather(1, old_columns), new) for old, new in pairs)]

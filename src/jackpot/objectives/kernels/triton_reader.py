@@ -58,7 +58,10 @@ def _finish(
     begin: int, T: int, NUM_BLOCKS: int,
     RAW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, TOPS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return WIDTH logits of a row from `begin` on; store them over raw products (RAW), and block maxima (TOPS)."""
+    """Return WIDTH logits of a row from `begin` on.
+
+    With RAW they also replace the products W h in memory; with TOPS the maximum of each block is stored in `maxima`.
+    """
     columns = begin + tl.arange(0, WIDTH)
     mask = columns < T
     logits = _logits(start, bias, columns, mask, soft_cap, temperature, RAW, BIAS, CAP)
@@ -171,7 +174,8 @@ def _common_mass(
 ) -> None:  # fmt: skip
     """Write one position's share of Z, the sum of min(q(x), p(x) / lam) over the tile's tokens x, to `mass` [C].
 
-    `p` and `q` point to the tiles [C, T] of policy and rollout model, whose probabilities are p(x) and q(x).
+    Z is the probability that OBRS accepts a token. `p` and `q` point to the tiles [C, T] of policy and rollout model,
+    whose probabilities are p(x) and q(x).
     """
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([WIDTH], tl.float32)
@@ -263,7 +267,7 @@ class TritonReader(TileReader):
         sums = tiles[0].logits.new_empty((2, 5, c), dtype=torch.float32)  # 5 sums of each position, for each head
         maxima = [tile.logits.new_empty((c, num_blocks if tops else 0), dtype=torch.float32) for tile in tiles]
 
-        # A single tile takes the place of the second one too.
+        # Where there is a single tile, the kernel gets it as the second one too.
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TOPS": tops, "MOMENTS": moments}
         _launch(_read, (c,), *arguments, maxima[0], maxima[-1], sums, c, t, num_blocks, **flags, WIDTH=_width(t))
@@ -319,7 +323,7 @@ class TritonReader(TileReader):
         is_pair, trains = len(tiles) == 2, [head_gradient is not None for head_gradient in gradients]
         arguments, flags = _operands(tiles)
         flags |= {"PAIR": is_pair, "TRAINS_P": trains[0], "TRAINS_Q": is_pair and trains[1]}
-        # As the kernel's parameters follow each other; a single head takes the place of the second one too. The
+        # The arguments are in the order of the kernel's parameters; a single head is given as the second one too. The
         # grid has a program for each position and each `_width(t)` tokens, rounded up.
         arguments += [logsumexps[0], logsumexps[-1], coefficients, columns, out[0], out[-1], c, t]
         _launch(_differentiate, (c, -(-t // _width(t))), *arguments, **flags, WIDTH=_width(t))
@@ -345,7 +349,7 @@ def _width(tokens: int) -> int:
 
 
 def _operands(tiles: Sequence[Tile]) -> tuple[list[Tensor | float], dict[str, bool]]:
-    """Return a kernel's first arguments, and its flags RAW, BIAS and CAP, for two tiles P and Q; one tile is both."""
+    """Return a kernel's first arguments, and its flags RAW, BIAS and CAP, for tiles P and Q; a single tile is both."""
     pair = [tiles[0], tiles[-1]]
     # Without a bias or a soft cap any tensor or number stands in its place: the flags say that it is not read.
     biases = [tile.logits if tile.bias is None else tile.bias for tile in pair]
@@ -353,5 +357,5 @@ def _operands(tiles: Sequence[Tile]) -> tuple[list[Tensor | float], dict[str, bo
     flags: dict[str, bool] = {}
     for name, tile in zip("PQ", pair, strict=True):
         flags |= {f"RAW_{name}": tile.is_raw, f"BIAS_{name}": tile.bias is not None, f"CAP_{name}": bool(tile.soft_cap)}
-    # In the order of the kernels' first parameters.
+    # The arguments are in the order of the kernels' first parameters.
     return [*(tile.logits for tile in pair), *biases, *caps, tiles[0].temperature], flags

@@ -148,7 +148,7 @@ class ThreadEngine(BackgroundEngine):
             self._shut_down()
 
     def _serve(self, function: Callable[[], Any], future: Future) -> None:
-        """Call a function, and store its result or error in a future. Errors but EngineError end the thread."""
+        """Call a function, and store its result or error in a future; any error but an EngineError ends the thread."""
         try:
             future.set_result(function())
         except EngineError as error:

@@ -42,7 +42,8 @@ class Capabilities:
     # with quantized numbers, or accepts more drafts than the exact rule does (lam below 1)
     quantized: bool
     # Name of the number formats of the engine's linear layers and key-value cache. Training in these formats
-    # (`precision: fp8`) computes the same bits on a CPU, but for rounding in the output layer. None: no training does.
+    # (`precision: fp8`) computes the same bits on a CPU, but for rounding in the output layer. None: no
+    # training computes the engine's bits.
     number_formats: str | None = None
     coded_weights: CodedWeights | None = None  # weights that may be sent quantized, as codes and scales; None: none
     dtype: torch.dtype  # dtype of the engine's weights; weights sent in another dtype are cast to it
@@ -149,7 +150,7 @@ class Engine(ABC):
         uids = {request.uid for request in requests}
         rollouts: dict[str, Rollout] = {}
 
-        # Ends for a failed engine too: `collect` returns what had finished, then raises.
+        # The loop ends for a failed engine too: `collect` returns the finished rollouts, then raises.
         while len(rollouts) < len(requests):
             if not (finished := self.collect(len(requests) - len(rollouts), uids=uids)):  # nothing more will come
                 break

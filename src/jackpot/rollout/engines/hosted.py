@@ -35,7 +35,7 @@ from jackpot.rollout.engines.shared_weights import SharedWeights, read_weights
 
 _log = logging.getLogger(__name__)
 
-SIGN_SECONDS = 1.0  # time between two signs of life of a host that generates; the decoding step under way adds to it
+SIGN_SECONDS = 1.0  # seconds between two signs of life of a generating host, plus the rest of its decoding step
 _ATTEMPTS = 5  # attempts at one chunk before the run stops
 
 
@@ -54,7 +54,7 @@ class EngineHost:
         self._weight_names: dict[str, str] = {}
 
     def answer(self, message: Tensor, **changes: Any) -> Tensor:
-        """Do what a message asks for, and return the answer: "lost" or "refused" after an error.
+        """Do what a message asks for, and return the answer, which after an error is an entry "lost" or "refused".
 
         Message and answer have the format of `core.messages.pack`.
 
@@ -98,8 +98,8 @@ class EngineHost:
         return {"log_probs": engine.score(message["rollouts"], message["temperature"])}
 
     def _take(self, engine: Engine, message: dict[str, Any]) -> dict[str, Any]:
-        """Have an engine take the weights that a message names; answer with the digest, or "lost" without the file."""
-        self._weight_names.pop(message["engine"], None)  # unknown until the update has succeeded
+        """Have an engine take the weights that a message names; answer with the digest, or "lost" if it cannot."""
+        self._weight_names.pop(message["engine"], None)  # none until the update has succeeded
         try:
             digest = engine.update_weights(read_weights(message["path"]), Version(*message["version"]))
         except OSError as error:  # newer weights have replaced these
@@ -208,8 +208,8 @@ class HostPeer(Peer):
         While engines sleep, a lost host is not started again, because the engines of a new host would be awake; it is
         started when the next weights come.
         """
-        # While engines sleep (`is_resting`), a lost host is closed and counts as restarted, unless it can still be
-        # reached and lost no more than its weights (PeerRestarted).
+        # While engines sleep (`is_resting`), a lost host is closed and counts as restarted. An exception is a
+        # host that can still be reached and has lost only its weights (PeerRestarted).
         if self.error is not None and not isinstance(self.error, PeerRestarted) and newest.is_resting:
             await self.close()
             self._is_open, self.was_restarted = False, True
@@ -364,9 +364,9 @@ class EnginePool:
         codes = capabilities.coded_weights
         check_weights(weights, self._shapes[name], codes)
         as_codes = codes is not None and codes.are_in(weights)
-        # Codes and scales keep their dtypes.
+        # Quantized weights, as codes and scales, keep their dtypes.
         sent = self._share(name, weights, version, dtype=None if as_codes else capabilities.dtype)
-        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))  # waits for the hosts
+        self.pool.update(NewestWeights({**self.pool.newest, name: sent}))  # waits until the hosts hold them
         assert sent.digest is not None  # a host has taken the weights
         return sent.digest
 
@@ -384,7 +384,7 @@ class EnginePool:
         newest.is_resting = all(
             newest[key].memory is None for key, engine in self.engines.items() if engine.capabilities.sleeps
         )
-        self.pool.update(newest)  # waits for the hosts
+        self.pool.update(newest)  # waits until the engine sleeps in the hosts
 
     def _share(
         self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
@@ -459,7 +459,7 @@ class PooledEngine(BackgroundEngine):
         The message has a list of the different `Sampling`s of the chunk, and for each response the fields of its
         `Request`, in the order in which `_generate` unpacks them: of the `Sampling`, only the index in that list.
         """
-        # Each object once; equal objects that are not the same are both sent.
+        # Each `Sampling` object is sent once; equal but distinct objects are both sent.
         samplings = list({id(request.sampling): request.sampling for request in chunk}.values())
         indices = {id(sampling): index for index, sampling in enumerate(samplings)}
         rows = [

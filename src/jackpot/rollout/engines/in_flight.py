@@ -25,7 +25,7 @@ class InFlightRequests:
 
     def __init__(self) -> None:
         """Start without requests."""
-        self._uids: set[str] = set()  # of all requests in flight
+        self._uids: set[str] = set()  # uids of all requests in flight
         self._completed: dict[str, Rollout] = {}  # finished rollouts that are not collected, by uid, oldest first
 
     @property

@@ -45,7 +45,7 @@ class PeerRequest(NamedTuple):
     """A message to a peer, and the function that converts the peer's answer to the result."""
 
     message: Mapping[str, Any]  # what the peer is sent
-    parse: Callable[[Any], Any]  # called with the peer's answer
+    parse: Callable[[Any], Any]  # converts the peer's answer to the result
 
 
 class Peer(ABC):
@@ -66,7 +66,7 @@ class Peer(ABC):
         self.error: PeerLost | None = None  # reason why the peer is lost and gets no requests; None: it is not lost
         self.num_failures = 0  # number of failures since the last result
         self.lost_since: float | None = None  # `time.monotonic` of the first failure since the last `sync`, seconds
-        self.num_resent = 0  # requests queued again because of the current failure
+        self.num_resent = 0  # number of requests queued again because of the current failure
         self.was_restarted = False  # whether the last `sync` found the peer without the weights that it was sent
 
     @property
@@ -117,10 +117,10 @@ class PoolLimits:
 
     patience: float  # seconds after which the pool fails if no peer can be reached
     patience_setting: str  # name of the setting of `patience`
-    unreachable_advice: str  # end of the error where no peer can be reached
+    unreachable_advice: str  # advice that ends the error where no peer can be reached
     attempts: int  # number of failed attempts at one request after which the pool fails
     attempts_setting: str  # name of the setting of `attempts`
-    failing_advice: str  # end of the error where a request fails that often
+    failing_advice: str  # advice that ends the error where a request has failed `attempts` times
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,7 +165,7 @@ class Pool(Generic[AnyPeer]):
         self._thread = threading.Thread(target=self._loop.run_forever, name=thread_name, daemon=True)
         self._thread.start()
 
-    # Methods that other threads than the event loop's call
+    # Methods that are called by other threads than the event loop's
 
     def call(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine on the event loop, wait for the coroutine's result and return it."""
@@ -355,7 +355,8 @@ class Pool(Generic[AnyPeer]):
         if isinstance(lost, PeerRestarted) and peer.num_failures == 1:
             return
 
-        # The wait doubles with every failure (10 times at most: a bound for the power) and varies at random by half.
+        # The wait doubles with every failure (10 times at most: bounds the power), and up to half of it is added or
+        # taken away at random.
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(peer.num_failures - 1, 10))
         await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), timeout))
 

@@ -26,7 +26,7 @@ from jackpot.rollout.engines.hosted import EngineHost, Link
 from jackpot.rollout.engines.pool import PeerLost
 
 _HEAD = struct.Struct("<QQ")  # number of a frame (0 is the setup) and length of its message in bytes
-_BUFFER = 2**22  # bytes that asyncio reads ahead
+_BUFFER = 2**22  # largest number of bytes that asyncio reads ahead
 _END_SECONDS = 5.0  # longest wait for the end of a process that has closed its socket
 # Prefixes and names of the environment variables by which a launcher such as torchrun tells a process its rank.
 _LAUNCHERS = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
@@ -48,7 +48,7 @@ def make_starter(entry: str, environment: Mapping[str, str]) -> Start:
 
     async def start(far_end: socket.socket) -> asyncio.subprocess.Process:
         """Start the program in a new process that inherits the socket `far_end`."""
-        # Without the variables by which a launcher such as torchrun tells this process its rank.
+        # The new process gets no variables by which a launcher such as torchrun tells this process its rank.
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _RANK
         }

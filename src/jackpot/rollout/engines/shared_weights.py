@@ -45,9 +45,9 @@ class SharedWeights:
             OSError: there is no room for the tensors.
         """
         tensors = dict(named_tensors)
-        # The head of a safetensors file has the dtype, shape and place of each tensor, which lie one after the other.
+        # The head of a safetensors file has the dtype, shape and place of each tensor. Tensors follow one another.
         head: dict[str, dict[str, Any]] = {}
-        size = 0  # of all tensors, bytes
+        size = 0  # bytes of the tensors so far
         for name, tensor in tensors.items():
             stored_dtype = dtype or tensor.dtype
             begin, size = size, size + tensor.numel() * stored_dtype.itemsize

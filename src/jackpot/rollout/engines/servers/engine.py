@@ -121,7 +121,7 @@ class ServerEngine(BackgroundEngine):
         self.protocol.check_temperature(request.sampling.temperature, request.uid)
 
     def _begin(self, requests: Sequence[Request]) -> None:
-        """Queue a call of a server for each request; `_complete` is given each rollout that comes back."""
+        """Queue a call to a server for each request; `_complete` is given each rollout that comes back."""
         self._pool.begin(
             [
                 (request.uid, self._generate_request(request), lambda rollout: self._complete([rollout]))
@@ -130,7 +130,7 @@ class ServerEngine(BackgroundEngine):
         )
 
     def _generate_request(self, request: Request) -> PeerRequest:
-        """Return the call of a server that generates the response to a request, with the function that parses it."""
+        """Return the call to a server that generates the response to a request, with the function that parses it."""
         capabilities = self.capabilities
         body = self.protocol.generate_body(request, self._eos_token_ids, capabilities.max_model_len)
         return PeerRequest(
@@ -196,7 +196,7 @@ class ServerEngine(BackgroundEngine):
         await self._pool.join(*(self._replica(url, client) for url, client in clients))
 
         self._capabilities = self._find_capabilities()
-        self._pool.check = self._check_limits  # for servers that are reached later
+        self._pool.check = self._check_limits  # checks servers that are reached later
 
     def _find_capabilities(self) -> Capabilities:
         """Return the capabilities that all servers in reach have: the smallest of their limits."""
@@ -207,7 +207,7 @@ class ServerEngine(BackgroundEngine):
             max_model_len=min(info.max_model_len for info in infos),
             quantized=is_quantized(self._settings) or any(info.quantized for info in infos),
             dtype=self._dtype,
-            # One server on a GPU makes the engine one on a GPU.
+            # The engine counts as one on a GPU if at least one server is on a GPU.
             device="cpu" if all(info.device == "cpu" for info in infos) else "cuda",
         )
 

@@ -18,7 +18,7 @@ from jackpot.rollout.engines.pool import PeerLost, Result
 
 _ANSWER_BYTES = 1 << 26  # largest answer other than a completion, such as a list of checksums
 _CHUNK_BYTES = 1 << 16  # bytes read at once, so that an answer is dropped soon after it is larger than allowed
-_MESSAGE_LENGTH = 500  # characters of a server's error that are shown
+_MESSAGE_LENGTH = 500  # largest number of characters of a server's error that are shown
 _LARGE_BYTES = 1 << 16  # larger bodies are parsed on another thread than the event loop's
 _CONNECT_SECONDS = 10.0  # longest time to open a connection to a server
 URLS_ADVICE = "is engine.urls right? It takes addresses without a path, such as http://127.0.0.1:8000"

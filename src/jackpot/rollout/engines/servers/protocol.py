@@ -126,7 +126,7 @@ def checked_rollout(
 
 
 def check_log_probs(values: Sequence[float], uid: str) -> None:
-    """Raise EngineError if a server returned a log-prob above 0, or NaN, for the score of the rollout `uid`."""
+    """Raise EngineError if a server scored the rollout `uid` with NaN or a log-prob above 0, but for rounding."""
     if not all(value <= _LARGEST_LOG_PROB for value in values):
         raise EngineError(f"the score of {uid} came back with numbers that are not log-probs, such as {max(values)}")
 
@@ -218,7 +218,10 @@ class LogProbRequest:
 
 
 def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbRequest]:
-    """Return the requests for the log-probs of a rollout's response tokens: one at temperature 1, else one a token."""
+    """Return the requests for the log-probs of a rollout's response tokens.
+
+    At temperature 1 one request is for all tokens, at other temperatures there is one for each token.
+    """
     tokens = rollout.token_ids.tolist()
     # Positions in the response for which requests are made. At temperature 1 the request for the last token returns the
     # log-probs of all response tokens before it too.

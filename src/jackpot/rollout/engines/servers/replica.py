@@ -66,13 +66,13 @@ class Replica(Peer):
         """
         self.loading = newest
         try:
-            # A server in reach with weights of this engine only confirms their name; all others report their facts.
+            # A server in reach with weights of this engine only confirms their name; any other server reports facts.
             if self.error is None and self._sent_weights is not None:
                 await self._check_version(self._sent_weights)
             else:
                 await self._inspect()
             if self._sent_weights is not newest:
-                self.weights = self._sent_weights = None  # until it is updated, it counts as one without weights
+                self.weights = self._sent_weights = None  # until its update, the server counts as one without weights
                 await self._load(newest)
                 self._sent_weights, self._was_updated = newest, True
         finally:
@@ -86,7 +86,7 @@ class Replica(Peer):
         except PeerRestarted:
             version = _INITIAL_VERSION
             self.was_restarted = True
-            self._last_check = None  # the weights whose checksums it has are lost
+            self._last_check = None  # it was about weights that the server has lost
 
         if self._sent_weights is not None and self._sent_weights.version != version:
             self._sent_weights = None
@@ -163,7 +163,7 @@ class Replica(Peer):
         """
         begun = self._checks_begun
         async with self._check_lock:
-            if self._checks_passed > begun:  # another call's check, which began after this call
+            if self._checks_passed > begun:  # the check of another call began after this call, and passed
                 return
             self._checks_begun += 1
             number = self._checks_begun

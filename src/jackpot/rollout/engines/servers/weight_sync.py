@@ -173,7 +173,7 @@ def check_loaded(
     expected = {
         key: new.checksums[without_rank(key)]
         for key, checksum in after.items()
-        if without_rank(key) in new.checksums and checksum != _PACKED  # packed parameters have none
+        if without_rank(key) in new.checksums and checksum != _PACKED  # packed: no bytes to compare
     }
     equal: set[str] = set()  # keys of parameters that are byte for byte those of the file
     if comparable:  # servers may cut a checksum to its first 8 bytes, which are 16 hex digits
@@ -185,7 +185,7 @@ def check_loaded(
         unchanged = [key for key in expected if key not in equal and after[key] == before.get(key)]
         stale = [key for key in unchanged if expected[key] != old.checksums.get(without_rank(key))]
 
-    # Refused: old parameters, none with a name to compare, or none that equals the file byte for byte.
+    # The server is refused if a parameter is old, if none has a name to compare, or if none equals the file's bytes.
     if stale or not expected or (comparable and not equal):
         differing = ", ".join(sorted(stale)[:3])
         if not differing:

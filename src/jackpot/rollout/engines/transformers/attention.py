@@ -23,13 +23,13 @@ from jackpot.models.quantization.attention import Attention, in_float64, reads_w
 from jackpot.models.quantization.linear import round_to_fp8
 from jackpot.models.quantization.quantizer import SCHEMES
 
-# Values of `config._attn_implementation`. The last three round keys and values to FP8.
+# Values of `config._attn_implementation`. Those with `fp8` round keys and values to FP8.
 GROUPED, EXACT = "jackpot_grouped", "jackpot_exact"
 GROUPED_FP8, EXACT_FP8 = "jackpot_grouped_fp8", "jackpot_exact_fp8"
 EAGER_FP8 = "jackpot_eager_fp8"
 # Implementations to which transformers passes a mask [N, 1, T, S] unchanged.
 ACCEPT_4D_MASKS = frozenset({"sdpa", "eager", GROUPED, EXACT, GROUPED_FP8, EAGER_FP8, EXACT_FP8})
-_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}  # for each, its variant for an FP8 cache
+_FP8_VARIANTS = {"sdpa": GROUPED_FP8, "eager": EAGER_FP8}  # variant for an FP8 cache, by implementation
 
 
 def grouped_attention(
@@ -55,12 +55,12 @@ def grouped_attention(
         Output [N, T, heads, D], and None in place of attention weights.
     """
     num_rows, num_heads, length, size = query.shape
-    # Options that only transformers' own function implements
+    # `special` is true with an option that only transformers' own function implements.
     special = dropout or options.get("position_bias") is not None or options.get("cache") is not None
     if length > 1 or num_heads == key.shape[1] or special:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
 
-    grouped = query.reshape(num_rows, key.shape[1], -1, size)  # neighbors share a key: they become its queries
+    grouped = query.reshape(num_rows, key.shape[1], -1, size)  # neighboring heads share a key: they become its queries
     output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
     return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
 

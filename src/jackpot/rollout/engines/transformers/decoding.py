@@ -81,9 +81,9 @@ class ModelRunner:
         prompt_of_row = upload(torch.tensor([unique[prompt] for prompt in self._prompts]), device)
         reorder_rows(self.cache, prompt_of_row)
 
-        self.length = ids.shape[1]  # cached tokens of a row, padding included
+        self.length = ids.shape[1]  # number of cached tokens of a row, padding included
         self.positions = mask.sum(dim=1)[prompt_of_row]  # position of each row's next token: [R], later [N]
-        # [R, largest number of cached tokens], False at padding
+        # `_is_token` is [R, largest number of cached tokens], False at padding.
         self._is_token = torch.ones(len(prompt_of_row), self.max_length, dtype=torch.bool, device=device)
         self._is_token[:, : self.length] = mask[prompt_of_row]
         self._is_padded = not mask.all()
@@ -98,7 +98,7 @@ class ModelRunner:
         return hidden[:, -1]
 
     def reorder(self, order: Tensor) -> None:
-        """Replace row i by the old row `order[i]`; rows not in `order` leave the batch.
+        """Replace row i of cache, positions and masks by the old row `order[i]`; rows not in `order` leave the batch.
 
         Args:
             order: [N] int64, on the device of the model.
@@ -198,7 +198,7 @@ class DecodingBatch:
         self._runner = ModelRunner(model, prompts, max(limits))
         keys = key_tensor([fold_in("token", request.seed) for request in requests])
         self._keys = upload(keys, model.device)  # [N], random key of each row
-        self._num_generated = 0  # tokens generated in every unfinished row
+        self._num_generated = 0  # number of tokens generated so far, equal in all unfinished rows
 
         # [R, tokens, 2 + 2K], the draw of every token of R requests, on the CPU, as `pack_draw` lays it out: the token,
         # its log-prob, and K ids and K log-probs. Parts of `torch.empty` that are not written take no memory.
@@ -215,7 +215,7 @@ class DecodingBatch:
         """Generate one token in every row; remove the rows that finish and return their rollouts."""
         with threads_for(len(self._rows) * self._model.num_parameters()):
             hidden = self._runner.decode_step(self._last_tokens) if self._num_generated else self._runner.prefill()
-            # [N], the uniform number of each row's key at the index of the token in its response
+            # [N], a uniform number for each row, from the row's key and the token's index in the response
             random = uniforms(self._keys, self._keys.new_full((1,), self._num_generated))
             draw = draw_tokens(head_logits(self._model, hidden), random, **self._settings._asdict())
 
@@ -265,7 +265,7 @@ class DecodingBatch:
         self._rows = self._rows[order]  # last: if a line above fails, `requests` still has the finished rows
 
     def _reorder(self, order: Tensor) -> None:
-        """Replace row i of the cache, last tokens and random keys by the old row `order[i]`; other rows leave."""
+        """Replace row i of cache, last tokens and random keys by the old row `order[i]`; rows not in `order` leave."""
         if len(order):
             on_device = upload(order, self._last_tokens.device)
             self._runner.reorder(on_device)

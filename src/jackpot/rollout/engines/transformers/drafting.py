@@ -31,7 +31,7 @@ from jackpot.rollout.engines.transformers.static_decoding import layer_masks, ma
 
 _FIRST_DRAFTS, _MOST_DRAFTS = 4, 16  # with `tokens: auto`, drafts of a row in its first step, and the most in any step
 _MAX_PROBS = 2**26  # largest number of probabilities, V for each draft, that are verified at once
-# Streams of uniforms: one draws drafts, one decides on their acceptance, and one draws all other tokens.
+# Streams of uniform random numbers: one draws drafts, one decides on their acceptance, and one draws all other tokens.
 _DRAFT, _ACCEPT, _OTHER = range(3)
 
 
@@ -93,7 +93,7 @@ class DraftedBatch(DecodingBatch):
             counts: counts of drafts, to which this batch adds its own.
         """
         super().__init__(*arguments)
-        self._draft_model, self._lam = draft, settings.lam  # with lam 1 drafts change no distribution; less: more pass
+        self._draft_model, self._lam = draft, settings.lam  # below 1 more drafts pass, which changes the distribution
         self._counts = counts
         self._follows_acceptance = settings.tokens == "auto"  # True: a row that accepts all its drafts gets more
         num_drafts = _FIRST_DRAFTS if settings.tokens == "auto" else settings.tokens
@@ -146,14 +146,14 @@ class DraftedBatch(DecodingBatch):
         self._is_started = True
         del self._runner
 
-        self._lengths = torch.ones_like(self._limits)  # [R], generated tokens
+        self._lengths = torch.ones_like(self._limits)  # [R], number of generated tokens
         prompt_ends = torch.tensor([prompt[-1] for prompt in prompts])
         first_tokens = self._records[:, 0, 0].long()  # a record begins with its token
         self._tail = torch.stack([prompt_ends, first_tokens], dim=1)  # [R, 2], the last two tokens
         self._counts.read_by_draft += int(self._prompt_lengths[self._rows].sum())
 
     def _reorder(self, order: Tensor) -> None:
-        """Reorder the rows as `DecodingBatch._reorder` does; once drafts have started, those of both models' caches."""
+        """Reorder the rows as `DecodingBatch._reorder` does; once drafts have started, in the caches of both models."""
         if not self._is_started:
             super()._reorder(order)
         elif len(order):
@@ -169,7 +169,7 @@ class DraftedBatch(DecodingBatch):
         return (ends + torch.arange(first, last + 1)).clamp(max=self._last_position)
 
     def _uniforms(self, stream: int, first: int, last: int) -> Tensor:
-        """Return the uniforms for the tokens from `first` to `last` of each row: [N, last - first + 1].
+        """Return the uniform random numbers for the tokens from `first` to `last` of each row, [N, last - first + 1].
 
         Token 0 of a row is the first that has not been generated. `stream` is _DRAFT, _ACCEPT or _OTHER.
         """
@@ -197,7 +197,7 @@ class DraftedBatch(DecodingBatch):
         model, device = self._draft_model, self._model.device
         tokens = upload(self._tail[self._rows], device)
         nothing = torch.zeros(len(tokens), output_layer(model).out_features, device=device)
-        # Lists of columns. They begin with the last column, which has no drafts; drafted columns go before it.
+        # Each list has one tensor a column. It begins with the last column, which has no drafts; others go before it.
         drafts, probs = [torch.zeros_like(tokens[:, :1])], [nothing]
 
         for index in range(int(drafted.max())):
@@ -220,8 +220,8 @@ class DraftedBatch(DecodingBatch):
             drafts, probs: as returned by `_propose`.
 
         Returns:
-            [N, k + 1, 3 + 2K], K of the top-k lists: for each column a packed draw (`pack_draw`, 2 + 2K numbers) and
-            then 1 where the draft was accepted, so that the draft is the token of the draw, else 0.
+            [N, k + 1, 3 + 2K], with K top tokens of each draw: for each column a packed draw (`pack_draw`, 2 + 2K
+            numbers) and then 1 where the draft was accepted, so that the draft is the token of the draw, else 0.
         """
         last = drafts.shape[1] - 1
         # The policy reads the last token of each row (`_tail` has the last two) and then its k drafts. The last column
@@ -256,8 +256,8 @@ class DraftedBatch(DecodingBatch):
             records: as returned by `_verify`, on the CPU.
             drafted: [N], the number of tokens that each row drafted.
         """
-        # A row gets its first `accepted` drafts, all before the first that is rejected, and one token after them, drawn
-        # in the next column. A stop token among these ends the row earlier.
+        # A row gets its first `accepted` drafts, all before the first that is rejected, and then the token drawn in the
+        # column after these drafts. A stop token among them ends the row earlier.
         rows, columns = self._rows, torch.arange(records.shape[1])
         tokens = records[..., 0].long()  # [N, k + 1]
         accepted = records[..., -1].cumprod(dim=1).sum(dim=1)  # [N], number of accepted drafts

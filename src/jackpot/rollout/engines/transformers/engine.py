@@ -169,7 +169,7 @@ class TransformersEngine(QueuedEngine):
         return self._weights.load(weights)
 
     def _release(self) -> None:
-        """Release the memory of the weights, on a GPU to other processes too; this has not been tried on a GPU."""
+        """Release the memory of the weights; on a GPU other processes can then use it. Not yet tried on a GPU."""
         self._weights.release()
         if self.capabilities.device == "cuda":
             torch.cuda.empty_cache()
@@ -207,7 +207,7 @@ class TransformersEngine(QueuedEngine):
         make: Callable[..., DecodingBatch] = DecodingBatch
         if self._draft is not None:
             settings, counts = self._settings.draft or DraftConfig(), self._draft_counts
-            # Exact drafts (lam of 1) change no distribution; they are asked for by the requests.
+            # Requests may ask for exact drafts (lam of 1), which change no distribution.
             settings = settings.model_copy(update={"lam": 1.0} if is_exact else {})
             make = partial(DraftedBatch, draft=self._draft, settings=settings, counts=counts)
         elif self._capture is not None:
