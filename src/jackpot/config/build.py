@@ -273,8 +273,8 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     """
     path: list[str] = []
     value: Any = settings
-    # Step down to `value` by the names that it has. A name that it lacks is pydantic's own, and left out, unless it is
-    # the last name and that of a setting.
+    # Step down into the settings by those names in `loc` that are keys there. Other names are pydantic's own and are
+    # left out, unless the last one looks like the name of a setting, which then is missing or unknown.
     for index, name in enumerate(loc):
         members = dict[str | int, Any](enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(members, Mapping) and name in members:
@@ -283,7 +283,7 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
             continue  # pydantic's name of the class that a union chose, or a name below a value that is no block
         elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
-        path.append(str(name))  # also a last name that the settings lack, of a setting that is missing or unknown
+        path.append(str(name))  # a key, or the last name, of a setting that is missing or unknown
     return path, value
 
 

@@ -28,8 +28,8 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     has_vllm = any(isinstance(engine, VLLMEngineConfig) for engine in engines)
     # Whether there are engine processes, one beside each rank on rank 0's machine.
     is_beside = ranks > 1 and (on_gpu or has_vllm) and not all(map(is_remote, engines))
-    # Whether these sleep while the ranks train. With `batch.ahead` they generate then, and with drafts two engines
-    # generate together, so they stay awake.
+    # Whether the engine processes sleep while the ranks train. They stay awake with `batch.ahead`, as they generate
+    # meanwhile, and with drafts, as two engines generate together.
     is_asleep = is_beside and on_gpu and not config.batch.ahead and config.draft is None
 
     settings = config.model_dump(mode="json")

@@ -38,7 +38,7 @@ class ArithmeticConfig(Strict):
     """Largest term of a sum; below 9 there are too few problems to hold some out."""
 
     def conflicts(self) -> Conflicts:
-        """Refuse fewest terms above the most terms."""
+        """Refuse a smallest number of terms above the largest."""
         return [
             (
                 self.min_terms > self.max_terms,

@@ -147,7 +147,8 @@ def hold_lock(path: Path) -> IO[str]:
     except BlockingIOError:
         raise _in_use(file, path) from None
     except OSError as error:
-        has_locks = False  # so the file is a lease; if it has a content, see whether its owner still renews it
+        # Without locks the file is a lease. If it is not empty, see whether the process named in it still renews it.
+        has_locks = False
         if path.stat().st_size:
             _log.warning("cannot lock %s: %s; waiting %g s whether another process uses it", path, error, LEASE_SECONDS)
             modified = path.stat().st_mtime_ns
@@ -182,7 +183,7 @@ def _in_use(file: IO[str], path: Path) -> CheckpointError:
 def _renew(file: IO[str], path: Path, owner: str) -> None:
     """Renew the lease `path` until its file is closed; kill this process if another process has taken the lease."""
     while not file.closed:
-        with suppress(OSError):  # a file server that does not answer for a moment
+        with suppress(OSError):  # such as of a file server that does not answer for a moment
             if path.read_text() != owner:
                 _log.error("%s was taken over while this process stood still; it ends here, before it writes", path)
                 os.kill(os.getpid(), signal.SIGKILL)

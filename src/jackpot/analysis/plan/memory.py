@@ -74,7 +74,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
         copies=_copied_weights(config, sizes),
         gradients=4 * (trained + waiting),
         training=dry_step(config, micro_batch(config, prompt_tokens)),
-        # The larger of the two, which do not exist together: weights are sent between generations.
+        # Weights are sent between generations, so the two do not exist together, and the larger one counts.
         generation=max(_generation(config, prompt_tokens), _merged_weights(config)),
     )
 

@@ -86,7 +86,7 @@ class Shard:
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Turn off autocast's cache of weight copies, as for sharded layers: FSDP frees a copy with its layer."""
+    """Turn off autocast's cache of weight copies in the block, as FSDP frees such a copy with its layer."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -74,7 +74,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
     stated = needs.stated
     counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]  # (kind, number of GPUs; 0: no fit)
     if not is_asked:
-        # The first of these on which the run fits, and then the GPUs of this machine.
+        # Of the stated GPUs and the fewest of each kind, the first on which the run fits; then this machine's GPUs.
         fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
         counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 

@@ -65,7 +65,7 @@ class ColumnPairs:
 
     @property
     def rounding(self) -> str:
-        """Return text on the columns in half precision, with the total variation that rounding makes; "" for none."""
+        """Say which columns are rounded to half precision, and what total variation the rounding makes; "" for none."""
         engine, policy, _ = torch.cat(self._rows, 1)
         texts = (_rounding_text(self._engine, engine), _rounding_text(self._policy, policy))
         return "; ".join(filter(None, texts))
@@ -183,7 +183,7 @@ class ColumnPairs:
 
 
 def _rounding_text(name: str, column: Tensor) -> str:
-    """Return text on a column's half precision, with the total variation that it makes; "" for none or few tokens."""
+    """Say how a column is rounded to half precision, and what total variation that makes; "" for none or few tokens."""
     values = column[column < 0.0]
     if len(values) < LEAST_TOKENS:
         return ""

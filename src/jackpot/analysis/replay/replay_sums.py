@@ -135,7 +135,7 @@ class ReplaySums:
     def _judged_text(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
-        if candidates:  # all have the same overlap, here with a standard error over groups of prompts
+        if candidates:  # all have the same overlap; its standard error is over groups of prompts
             gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., TOKENS], candidates[0].groups)
         before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
@@ -194,7 +194,10 @@ class ReplaySums:
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
-        """Build a correction's inputs for a batch; return None, and note it as left out, if it reads an unknown Z."""
+        """Build a correction's inputs for a batch; return None, and note it as left out, if it reads an unknown Z.
+
+        Z is the probability that OBRS accepts a token.
+        """
         correction = setting.objective.correction
         z = z_of(lists, batch, correction.lam, setting.objective.target)
         if z is None and "z" in correction.reads:
@@ -213,9 +216,10 @@ class ReplaySums:
 def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     """Tell whether the rule of analysis/advice/rule.py may recommend a correction.
 
-    Parts of OBRS that are studied alone, corrections that weigh whole responses or prefixes, and `none` and `is` toward
-    the updated policy are never recommended. If the policy has not been updated, the updated and the old policy are
-    equal, and other corrections toward the updated one are left out too, as repetitions.
+    Parts of OBRS that are studied alone, corrections that weigh whole responses or prefixes, and `none` and `is` with
+    `proximal: new` are never recommended. If the policy has not been updated, the updated and the old policy are equal,
+    and other corrections in which PPO's ratio is 1 (`aligns_to_new`) repeat those that name the old policy. These are
+    not recommended either, but for dppo and ipo.
 
     Args:
         setting: the correction.
@@ -223,10 +227,11 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     """
     if setting.name in (*OBRS_PARTS, *WHOLE_RESPONSE):
         return False
-    if setting.name in ("none", "is"):  # toward the updated policy never, even if the policy has been updated
+    # With `proximal: new`, these two are never recommended, even if the policy has been updated.
+    if setting.name in ("none", "is"):
         return setting.objective.proximal != "new"
 
-    # By default dppo and ipo target the updated policy, so they have no equal that targets the old one.
+    # By default dppo and ipo target the updated policy, so they repeat no correction that targets the old one.
     return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")
 
 

@@ -16,8 +16,8 @@ WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_
 # Surrogates with one ratio for a whole response: as soon as it is not 1, a token's factor depends on other tokens.
 WHOLE_SURROGATE = ("gspo", "gmpo")
 OBRS_PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
-_TO_NEW = {"target": "new", "proximal": "new"}  # for stale rollouts: the newest policy is the target
-# Settings that are replayed in addition to the defaults, those for stale rollouts last: with `new`, PPO's ratio is 1.
+_TO_NEW = {"target": "new", "proximal": "new"}  # for stale rollouts: align them to the updated policy
+# Settings that are replayed beside the defaults. Those with `new`, for stale rollouts, come last: PPO's ratio is 1.
 _VARIANTS = {
     "none": ({"proximal": "rollout"},),
     "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}, {"proximal": "new"}, {"proximal": "new", "cap": 10.0}),

@@ -48,7 +48,7 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
         ConfigError: one of the files cannot be read, or the bases lead in a circle.
     """
     names, chain = [name], [_read(name)]
-    while base := chain[-1][1].get("base"):  # in the content of the last file
+    while base := chain[-1][1].get("base"):  # the base that the last file names
         if base in names:
             raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*names, base])}")
 
