@@ -145,7 +145,7 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
 
         if isinstance(block, Mapping) and _class_key(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
-            # All settings of the other block but those that the mark excludes; the block's own win over them.
+            # Inherit all settings of the other block but those that the mark excludes; the block's own settings win.
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
             settings = merge(settings, nest(key, merge(inherited, block)))
     return settings
@@ -233,7 +233,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
         case "extra_forbidden":  # a key that the block does not have; another class of the block may have it
             keys = keys_of(kind)
             names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
-            if key in keys:  # another class of the block has the setting
+            if key in keys:  # another class of the same block has this setting
                 return (
                     f"unknown setting {key!r} of this choice; jackpot config {key} says which have it. Valid: "
                     f"{', '.join(names)}"
@@ -247,7 +247,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             name = error["ctx"].get("tag", value.get("name") if isinstance(value, Mapping) else value)
             allowed = re.findall(r"'([^']+)'", error["ctx"].get("expected_tags") or error["ctx"]["expected"])
             return f"{key}: {unknown_name('value', str(name), allowed)}"
-        case "model_type":  # one value in place of a block
+        case "model_type":  # a single value was given in place of a block
             return _block_expected(key, value, _valid_keys(location, settings, kind))
         case "value_error":  # our own error, whose message says everything
             return f"{key}: {message}" if key else message

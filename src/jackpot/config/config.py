@@ -260,7 +260,7 @@ class Config(Strict):
     """Processes of the run."""
 
     def writers(self, first: int, last: int | None = None) -> tuple[Writer, ...]:
-        """Return the models that generate rollouts in the iterations from `first` to `last`, or in `first` alone."""
+        """Return the roles of the models that generate rollouts in iterations `first` to `last`, or in `first` alone."""
         model = self.rollout_model
         if model is None:
             return ("policy",)

@@ -24,7 +24,7 @@ from jackpot.core.errors import ConfigError
 
 COMMANDS: dict[str, type[BaseModel]] = {"train": Config, "eval": BenchmarksConfig, "mismatch": MismatchConfig}
 CONTINUED = ("train", "eval")  # commands that continue a run or an evaluation that they find in their folder
-_BLOCK = "a block"  # stands for a block of settings among the allowed values of a field
+_BLOCK = "a block"  # text that stands for "any block" among the allowed values of a field
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -151,7 +151,7 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     """
     name = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
-    # No block is returned for a key that is a setting's too, nor for the empty key, which stands for all settings.
+    # Look for no block if the key is a setting's too, or is empty, which would mean all settings.
     commands = [] if name in ("", *known) else COMMANDS
     with_name = [block for command in commands if (block := blocks(command).get(name))]
 

@@ -53,7 +53,7 @@ def flush_file(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names of the files in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,7 +116,7 @@ class AppendedFile:
 
 @contextmanager
 def checkpoint_error_in(folder: Path) -> Generator[None]:
-    """Turn an OSError of the `with` block into a CheckpointError: a run cannot begin in `folder`."""
+    """Turn an OSError of the `with` block into a CheckpointError, which says that a run cannot begin in `folder`."""
     try:
         yield
     except OSError as error:
@@ -160,7 +160,7 @@ def hold_lock(path: Path) -> IO[str]:
     file.write(owner)
     file.flush()
 
-    # Of two processes that take a lease at once, the one whose name the file holds a moment later has it.
+    # Of two processes that take a lease at once, the one whose name the file holds a moment later keeps the lease.
     if not has_locks:
         time.sleep(_SETTLES)
         if path.read_text() != owner:

@@ -24,7 +24,7 @@ class ForeignFileError(OSError):
 
 
 def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None = None) -> IO[bytes]:
-    """Open a file that someone else wrote for reading, if it is a regular file of at most `largest` bytes.
+    """Open for reading a file that someone else wrote, if it is a regular file of at most `largest` bytes.
 
     A folder from elsewhere may hold a pipe or a device, on which reading never ends, or a link to any other file.
 

@@ -73,7 +73,7 @@ def factors(
         new: [B, T] log p_new.
         advantages: [B, T]; the sign decides which side PPO clips, and which tokens some corrections reject. At tokens
             with an advantage of 0, and at all tokens with None, factors are averaged over both signs.
-        totals: sums over the optimizer step, from which OBRS takes its factor kappa.
+        totals: sums over the optimizer step, from which OBRS takes kappa, the common factor of its weights.
     """
     positive, negative = (
         replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)

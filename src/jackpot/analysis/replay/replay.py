@@ -128,7 +128,7 @@ class _Reading:
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
         self.read = 0  # number of responses that can be replayed
         self.unreadable = 0  # number of reading problems of all kinds
-        # First problem of each kind and the number of its kind, by the problem's text with 0 for every number.
+        # For each kind of problem, by its text with 0 in place of every number: the first one's text, and their number.
         self._kinds: dict[str, tuple[str, int]] = {}
         self._left_out = {_FULLY_MASKED: 0, _BY_POLICY: 0}  # number of responses by the reason why they are left out
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy

@@ -39,7 +39,7 @@ class ReplayedCorrection:
     """
 
     setting: CorrectionSetting
-    sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states with known distributions
+    sums: Sums = field(default_factory=dict)  # sums over sampled tokens, and over states with known distributions
     # [GROUPS, COLUMNS] sums over the tokens of each group of prompts, for the advice
     groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
 
@@ -56,7 +56,7 @@ class ReplaySums:
         self.run: Sums = {}
         self._corrections = [ReplayedCorrection(setting) for setting in settings]
         self._left_out: dict[str, dict[str, None]] = {}  # reason -> labels of what is left out for that reason
-        self._prompts = -1  # index of the newest prompt, from 0
+        self._prompts = -1  # index of the newest prompt, from 0; -1: none yet
         self._newest_prompt: object = None
 
     @property
@@ -120,7 +120,7 @@ class ReplaySums:
             for correction in self.corrections
             if correction.tokens == self.tokens
         ]
-        # For `not_finite`: one sum over all numbers of a correction, which is finite only if all of them are.
+        # `not_finite` gets one sum over all numbers of a correction, which is finite only if all of them are.
         totals = {candidate.label: float(candidate.groups.sum()) for candidate in candidates if candidate.advisable}
         problem = problem or not_finite(self.run, totals) or why_not(self.run)
         advice = judge(candidates, self._judged_text(weights, candidates), costs, problem)

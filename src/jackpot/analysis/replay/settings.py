@@ -90,7 +90,7 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
 
 
 def _setting(name: str, changes: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
-    """Build the setting of a correction from the changes of its defaults and the run's surrogate and clips.
+    """Build the setting of a correction from the changes to its defaults and from the run's surrogate and clips.
 
     Without a run, surrogate and clips are those of PPO. `is_own` says whether the correction is the run's own.
     """
@@ -106,7 +106,7 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
         }
     )
 
-    # The changes once more, validated and without those that equal a default.
+    # Read the changes back from the validated objective, without those that equal a default.
     correction = objective.correction
     fields = type(correction).model_fields  # settings of a custom correction may have no default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}

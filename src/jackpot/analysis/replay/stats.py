@@ -67,7 +67,7 @@ class SampledColumns(NamedTuple):
 
     factor: Tensor  # E F, the mean of F over the random mask of accepted tokens
     square: Tensor  # E F^2, over the same mask
-    wrong: Tensor  # F_s times the total variation that the correction leaves between its weights and p_new
+    wrong: Tensor  # total variation that the correction leaves between its weights and p_new, times F_s
     trained: Tensor  # E F, averaged over both signs of the advantage: an estimate of F_s from one token
 
     @classmethod
@@ -101,13 +101,13 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
         columns: the correction's numbers at the sampled tokens, [B, T] each.
         scale: [B, T] h, the weight of a state if nothing were capped.
         prefixes: [B, T] R, the product of rho before a token: how many times as often the policy reaches it.
-        overlap: [B, T] probability that OBRS accepts the sampled token at lam = 1, or Z, the mean of it in a state, if known.
+        overlap: [B, T] probability that OBRS accepts a sampled token at lam = 1, or Z, its mean in a state, if known.
         mask: [B, T] bool, True at sampled tokens.
     """
     # The part of a state's weight, relative to the mean weight, that exceeds how often the policy visits the state.
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
     tokens = torch.ones_like(overlap)
-    # In the order of COLUMNS.
+    # These stand in the order of COLUMNS of the advice rule.
     summed = (tokens, columns.factor, columns.square, columns.wrong, columns.trained, elsewhere, overlap)
     return torch.stack([torch.where(mask, numbers, 0.0).sum(-1) for numbers in summed], dim=-1)
 

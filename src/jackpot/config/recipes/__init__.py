@@ -30,7 +30,7 @@ def load_recipe(name: str) -> dict[str, Any]:
         ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
     """
     (_, recipe), *bases = _chain(name)  # pairs of a file's path and its content
-    # Each base, from the nearest on, is laid under what was merged before.
+    # Lay each base, from the nearest on, under what was merged before: the settings of the nearer file win.
     for _, base in bases:
         recipe = merge({key: value for key, value in base.items() if key not in ("arms", "published")}, recipe)
     return {key: value for key, value in recipe.items() if key != "base"}
