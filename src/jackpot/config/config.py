@@ -260,7 +260,7 @@ class Config(Strict):
     """Processes of the run."""
 
     def writers(self, first: int, last: int | None = None) -> tuple[Writer, ...]:
-        """Return the roles of the models that generate rollouts in iterations `first` to `last`, or in `first` alone."""
+        """Return the roles of models that generate rollouts in iterations `first` to `last`, or in `first` alone."""
         model = self.rollout_model
         if model is None:
             return ("policy",)
@@ -390,7 +390,7 @@ class Config(Strict):
         quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # key or ""
         writes_all = model is not None and not model.is_mixed  # the rollout model generates all rollouts
         is_frozen = writes_all and model is not None and model.optimizer is None  # no step changes its weights
-        stays = is_frozen or (writes_all and model is not None and model.update == "iteration")  # constant weights
+        stays = is_frozen or (writes_all and model is not None and model.update == "iteration")  # no change within it
         remedies = ["use target: old", "normalizer: topk", *(["rollout_model.update: iteration"] if writes_all else [])]
 
         return [

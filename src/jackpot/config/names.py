@@ -12,7 +12,7 @@ from jackpot.config.reference import blocks, settings
 
 LONGEST = 80  # longest text of all overrides in a name, characters
 _WORD = re.compile(r"[\w.]+").fullmatch  # a value that can stand in a name
-_FIRST = ("objective.", "policy.")  # if several blocks have a last name, it means the setting of one of these
+_FIRST = ("objective.", "policy.")  # if a last name occurs in several blocks, it means the setting in one of these
 
 
 def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int, more: str | None = None) -> Path:

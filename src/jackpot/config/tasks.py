@@ -105,7 +105,7 @@ class AnswersConfig(Strict):
 
 
 def _by_regex(value: Any) -> Any:
-    """Return a block of `answers` that has a `regex` with `name: regex`, and any other value as it is."""
+    """Add `name: regex` to a block of `answers` that has a `regex`; return any other value as it is."""
     has_regex = isinstance(value, Mapping) and value.get("regex") is not None
     return {**value, "name": "regex"} if has_regex else value
 

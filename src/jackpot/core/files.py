@@ -106,7 +106,7 @@ class AppendedFile:
         with self.path.open("ab", buffering=0) as file:
             end, unwritten = file.tell(), memoryview(self.waiting)
             try:
-                while unwritten:  # a write may take a part of the bytes
+                while unwritten:  # one write may take only a part of the bytes
                     unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(end)

@@ -86,7 +86,7 @@ class Shard:
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Turn off autocast's cache of weight copies in the block, as FSDP frees such a copy with its layer."""
+    """Turn off autocast's cache of weight copies in the block, as FSDP frees each copy together with its layer."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -202,7 +202,7 @@ def shard(
 
 
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
+    """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless that is vLLM.
 
     If `kv_cache_memory_bytes` is not set, they are what weights and activations leave of the memory for the engine.
     """

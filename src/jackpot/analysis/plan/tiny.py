@@ -182,7 +182,7 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    """Return the settings of a transformers engine, with the values that the recipe's engine has of shared settings."""
+    """Return the settings of a transformers engine, with the recipe's values of those that both engines have."""
     shared = TransformersEngineConfig.model_fields.keys() - {"name", "enable_sleep_mode", "enforce_eager"}
     return {"name": "transformers", **engine.model_dump(include=shared)}
 

@@ -192,7 +192,7 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the rollout model's costs relative to the policy's, and sentences on advice that cannot be given without.
+    """Return the rollout model's costs relative to the policy's, and sentences on advice that is left out.
 
     Without a run's settings or a rollout model this is (None, []); where costs cannot be used, None and one sentence.
     """

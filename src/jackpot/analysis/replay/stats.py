@@ -104,7 +104,7 @@ def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overl
         overlap: [B, T] probability that OBRS accepts a sampled token at lam = 1, or Z, its mean in a state, if known.
         mask: [B, T] bool, True at sampled tokens.
     """
-    # The part of a state's weight, relative to the mean weight, that exceeds how often the policy visits the state.
+    # By how much a state has too much weight: its multiple of the mean weight, less `prefixes`, where that is positive.
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
     tokens = torch.ones_like(overlap)
     # These stand in the order of COLUMNS of the advice rule.

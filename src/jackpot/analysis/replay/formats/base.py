@@ -39,7 +39,9 @@ class DumpFormat:
     how: str  # instructions for logging the columns that are missing
     columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
     where: Callable[[Path], str] = lambda path: path.name  # function that returns a file's name for messages
-    batch: tuple[str, ...] = ()  # columns that tell, if equal, that a file repeats the last file's batch; (): none does
+    batch: tuple[
+        str, ...
+    ] = ()  # columns that are equal if a file repeats the batch of the previous file; (): no repeats
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:

@@ -98,7 +98,7 @@ def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
         tokens: number of tokens in the column `ids`.
     """
     masks = {theirs: _as_floats(record[theirs]).ne(0.0) for theirs in names.masks if record.get(theirs) is not None}
-    # The number of tokens that the columns cover: as a column states, else as long as a mask at the end, else all.
+    # How many tokens the columns cover: what a column states, else the length of a mask if `at_end`, else all tokens.
     lengths = [int(record[theirs]) for theirs in names.length if theirs in record]
     length = lengths[0] if lengths else tokens
     if names.at_end and not lengths:
