@@ -41,7 +41,7 @@ class DumpFormat:
     where: Callable[[Path], str] = lambda path: path.name  # function that returns a file's name for messages
     batch: tuple[
         str, ...
-    ] = ()  # columns that are equal if a file repeats the batch of the previous file; (): no repeats
+    ] = ()  # columns that are equal if a file repeats the batch of the one before; (): no repeats
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:
