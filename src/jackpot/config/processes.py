@@ -10,7 +10,7 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     """Replace `placement.engines: auto` and every `enable_sleep_mode: auto` by values, and return the new settings.
 
     Several ranks on GPUs, or with vLLM, get one engine process beside each rank of rank 0's machine. On a GPU the
-    engine process sleeps while the ranks train, unless it has to generate meanwhile.
+    engine process sleeps while the ranks train, unless it generates meanwhile or the rollout model drafts.
 
     Args:
         config: settings of the run; they are returned as they are where `placement.engines` is a number.

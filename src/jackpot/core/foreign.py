@@ -131,7 +131,7 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
     for index in range(footer.num_row_groups):
         group = footer.row_group(index)
         chunks = [group.column(column) for column in range(group.num_columns)]
-        # The bytes that the footer states, but at least 8 for each value.
+        # Count the bytes that the footer states for each column, but at least 8 for each value.
         size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
         stored.add(size)
 

@@ -166,7 +166,7 @@ def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, 
         return 0
 
     model, sampling = load_config(path).get_text_config(), config.sampling
-    # A model whose layers keep something else than keys and values counts without a cache.
+    # For a model whose layers keep something else than keys and values, no cache is counted.
     cached = cached_numbers(outline(path)) if keeps_plain_keys(model) else 0
     cache = cached * (prompt_tokens + sampling.max_new_tokens) * DTYPES[settings.dtype].itemsize
     # Numbers of four bytes: an id and a log-prob of each token and of its top-k list, and three distributions.

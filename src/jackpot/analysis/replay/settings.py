@@ -95,7 +95,7 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
     Without a run, surrogate and clips are those of PPO. `is_own` says whether the correction is the run's own.
     """
     base = config.objective if config else ObjectiveConfig()
-    surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl multiplies no advantage by a factor
+    surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl has no factor on an advantage
     default_clip = CLIP if surrogate == "ppo" else None
     objective = ObjectiveConfig.model_validate(
         {

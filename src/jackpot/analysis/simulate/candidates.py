@@ -280,7 +280,7 @@ def pair_states(
         sampled = pad_sequence([rollout.sampled_mask for rollout in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
 
-        # Each yields chunks of n sampled tokens: log-probs of the vocabulary [n, V]; `of_rollout_model` also ids [n, 1].
+        # Each yields chunks of n sampled tokens: log-probs of all tokens [n, V]; `of_rollout_model` also ids [n, 1].
         ids = by_policy.token_ids[sampled][:, None]
         of_rollout_model = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         of_policy = exact_log_probs(policy, temperature, by_policy.hidden[sampled])

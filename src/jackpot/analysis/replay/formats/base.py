@@ -39,9 +39,7 @@ class DumpFormat:
     how: str  # instructions for logging the columns that are missing
     columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
     where: Callable[[Path], str] = lambda path: path.name  # function that returns a file's name for messages
-    batch: tuple[
-        str, ...
-    ] = ()  # columns that are equal if a file repeats the batch of the one before; (): no repeats
+    batch: tuple[str, ...] = ()  # columns that are equal if a file repeats the batch of the one before; (): no repeats
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:
