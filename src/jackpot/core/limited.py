@@ -33,7 +33,8 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
 
     if child:  # this is the parent
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)  # all other ends count as within
+        # Any other end, such as a crash or the alarm after `_SECONDS`, counts as within the limits.
+        return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)
 
     # This is the child, which ends here with a code for the parent.
     code = 0

@@ -64,8 +64,7 @@ def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusCo
 
     These are the GPUs that the user asked about. If the user asked about none, they are the GPUs that the recipe names
     (else one H100), or if the run does not fit on those, the fewest of a kind on which it fits; then those of this
-    machine.
-    Left out are GPUs on which the run does not fit, or on which an engine needs more than the one that it gets.
+    machine. Left out are GPUs on which the run does not fit, or on which an engine needs more than one of them.
 
     Args:
         config: settings of the run.

@@ -79,8 +79,7 @@ def factors(
         replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)
     )
     # The factors `up` for an advantage of 1 at every token, and `down` for an advantage of -1. A correction that does
-    # not read advantages has the same weights for both, so they are computed once. What PPO clips always depends on the
-    # sign.
+    # not read advantages has the same weights for both, so they are computed once. PPO's clip depends on the sign.
     reads_sign = "advantages" in setting.objective.correction.reads
     up_weight = _averaged_over_mask(setting, positive, totals)
     down_weight = _averaged_over_mask(setting, negative, totals) if reads_sign else up_weight

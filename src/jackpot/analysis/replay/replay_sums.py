@@ -219,7 +219,7 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     Parts of OBRS that are studied alone, corrections that weigh whole responses or prefixes, and `none` and `is` with
     `proximal: new` are never recommended. If the policy has not been updated, the updated and the old policy are equal,
     and other corrections in which PPO's ratio is 1 (`aligns_to_new`) repeat those that name the old policy. These
-    repetitions are not recommended either; dppo and ipo are none.
+    repetitions are not recommended either; dppo and ipo are no repetitions.
 
     Args:
         setting: the correction.
