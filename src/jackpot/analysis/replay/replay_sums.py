@@ -194,7 +194,7 @@ class ReplaySums:
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
-        """Build a correction's inputs for a batch. If the correction reads Z, the probability that OBRS accepts a token,
+        """Build a correction's inputs for a batch. If the correction reads Z, the probability that OBRS accepts tokens,
         and Z is not known, note it as left out and return None."""
         correction = setting.objective.correction
         z = z_of(lists, batch, correction.lam, setting.objective.target)
