@@ -10,7 +10,7 @@ from jackpot.core.errors import ConfigError, unknown_name
 
 
 def build_config(recipe: Mapping[str, Any], arm: str | None = None, overrides: Sequence[dict[str, Any]] = ()) -> Config:
-    """Lay an arm's settings over the recipe's and the user's overrides over both, and validate the result.
+    """Lay an arm's settings over those of the recipe, and the user's overrides over both; validate the result.
 
     Args:
         recipe: a recipe as `load_recipe` reads it.

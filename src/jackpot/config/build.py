@@ -145,7 +145,7 @@ def _with_inherited(kind: type[BaseModel], settings: Mapping[str, Any]) -> Mappi
 
         if isinstance(block, Mapping) and _class_key(block) is None and isinstance(base, str | Mapping):
             base = {"name": base} if isinstance(base, str) else base  # expand a short form such as `engine: vllm`
-            # All settings of the other block but those that the mark excludes; the block's own win over them.
+            # Inherit all settings of the other block but those that the mark excludes; the block's own settings win.
             inherited = {name: value for name, value in base.items() if name not in mark.excluded}
             settings = merge(settings, nest(key, merge(inherited, block)))
     return settings
@@ -233,7 +233,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
         case "extra_forbidden":  # a key that the block does not have; another class of the block may have it
             keys = keys_of(kind)
             names = [".".join([*location[:-1], name]) for name in _valid_keys(location[:-1], settings, kind)]
-            if key in keys:  # another class of the block has the setting
+            if key in keys:  # another class of the same block has this setting
                 return (
                     f"unknown setting {key!r} of this choice; jackpot config {key} says which have it. Valid: "
                     f"{', '.join(names)}"
@@ -247,7 +247,7 @@ def _explain(error: Mapping[str, Any], settings: Mapping[str, Any], kind: type[B
             name = error["ctx"].get("tag", value.get("name") if isinstance(value, Mapping) else value)
             allowed = re.findall(r"'([^']+)'", error["ctx"].get("expected_tags") or error["ctx"]["expected"])
             return f"{key}: {unknown_name('value', str(name), allowed)}"
-        case "model_type":  # one value in place of a block
+        case "model_type":  # a single value was given in place of a block
             return _block_expected(key, value, _valid_keys(location, settings, kind))
         case "value_error":  # our own error, whose message says everything
             return f"{key}: {message}" if key else message
@@ -273,8 +273,8 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
     """
     path: list[str] = []
     value: Any = settings
-    # Step down to `value` by the names that it has. A name that it lacks is pydantic's own, and left out, unless it is
-    # the last name and that of a setting.
+    # Step down into the settings by those names in `loc` that are keys there. Other names are pydantic's own and are
+    # left out, unless the last one looks like the name of a setting, which then is missing or unknown.
     for index, name in enumerate(loc):
         members = dict[str | int, Any](enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(members, Mapping) and name in members:
@@ -283,7 +283,7 @@ def _location(loc: Sequence[str | int], settings: Mapping[str, Any]) -> tuple[li
             continue  # pydantic's name of the class that a union chose, or a name below a value that is no block
         elif not str(name).isidentifier():
             continue  # pydantic's name of a type that was tried
-        path.append(str(name))  # also a last name that the settings lack, of a setting that is missing or unknown
+        path.append(str(name))  # a key, or the last name, of a setting that is missing or unknown
     return path, value
 
 

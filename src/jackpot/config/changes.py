@@ -18,8 +18,8 @@ class Change(NamedTuple):
     """A setting whose value differs between a folder and a command; None stands for null or no setting."""
 
     key: str
-    old: Any  # in the folder, as JSON has it
-    new: Any  # in the command
+    old: Any  # value in the folder, as JSON has it
+    new: Any  # value in the command
 
     def __str__(self) -> str:
         return f"{self.key}: {json.dumps(self.old)} in the folder, {json.dumps(self.new)} now"

@@ -148,7 +148,7 @@ class RolloutModelConfig(Strict):
         return self.share != 1.0
 
     def conflicts(self) -> Conflicts:
-        """Refuse settings that train a frozen rollout model, and a distillation that its controller cannot weigh."""
+        """Refuse training of a frozen model, and `distill_control` without PPO loss or with a start out of bounds."""
         control = self.distill_control
         low, high = (control.low, control.high) if control else (0.0, math.inf)
         return [
@@ -260,7 +260,7 @@ class Config(Strict):
     """Processes of the run."""
 
     def writers(self, first: int, last: int | None = None) -> tuple[Writer, ...]:
-        """Return the models that generate rollouts in the iterations from `first` to `last`, or in `first` alone."""
+        """Return the roles of models that generate rollouts in iterations `first` to `last`, or in `first` alone."""
         model = self.rollout_model
         if model is None:
             return ("policy",)
@@ -287,7 +287,7 @@ class Config(Strict):
         return self.rollout_model is not None and self.rollout_model.is_mixed
 
     def uses_rollout_model(self, iteration: int) -> bool:
-        """Tell whether an iteration needs the rollout model: to generate now or later, draft, or be trained alone."""
+        """Tell whether an iteration needs the rollout model: to generate now or later, draft, or train it alone."""
         model = self.rollout_model
         follows = self.policy.optimizer is None or self.draft is not None
         return model is not None and (follows or model.is_used(iteration))
@@ -386,11 +386,11 @@ class Config(Strict):
             return []
 
         lam = self.draft.lam if self.draft else 1.0
-        verifying = "evaluation.engine" if self.evaluation.engine else "engine"  # key of the policy's engine
-        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # its key
+        verifying = "evaluation.engine" if self.evaluation.engine else "engine"  # setting of the policy's engine
+        quantized = next((key for key, engine in self.writing_engines.items() if is_quantized(engine)), "")  # key or ""
         writes_all = model is not None and not model.is_mixed  # the rollout model generates all rollouts
         is_frozen = writes_all and model is not None and model.optimizer is None  # no step changes its weights
-        stays = is_frozen or (writes_all and model is not None and model.update == "iteration")  # fixed in an iteration
+        stays = is_frozen or (writes_all and model is not None and model.update == "iteration")  # no change within it
         remedies = ["use target: old", "normalizer: topk", *(["rollout_model.update: iteration"] if writes_all else [])]
 
         return [
@@ -466,11 +466,11 @@ class Config(Strict):
     def _conflicts_of_engines(self) -> Conflicts:
         """Refuse engines that cannot serve both models, and drafts or sampling filters that an engine cannot have."""
         engine, evaluation_engine = engines = self.engine, self.evaluation.engine or self.engine
-        drafts = [getattr(each, "draft", None) for each in engines]  # their settings `draft`; two, also for one key
-        fits = self.rollout_model and drafts[-1] and engine.name == evaluation_engine.name  # both can draft
-        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]  # one key if `engines` are one
+        drafts = [getattr(each, "draft", None) for each in engines]  # `draft` of each engine, twice for a single one
+        fits = self.rollout_model and drafts[-1] and engine.name == evaluation_engine.name  # drafts are possible
+        keys = ["engine", *(["evaluation.engine"] if self.evaluation.engine else [])]  # keys of the engines' settings
         remedy = " and ".join(f"{key}.draft=null" for key, draft in zip(keys, drafts, strict=False) if draft)
-        sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"  # key of the settings `filtered`
+        sampling = "sampling" if self.sampling.truncated else "evaluation.sampling"  # key of `filtered`, below
         shared = server_urls(self.engine) & server_urls(self.evaluation.engine)
         filtered = next((kind for kind in (self.sampling, self.evaluation_sampling) if kind.truncated), None)
 
@@ -578,7 +578,7 @@ class Config(Strict):
         limit = min(1.0, 1.0 / getattr(self.objective.correction, "lam", 1.0))  # the acceptance of equal models
         iterations = range(1, self.iterations + 1)
         used = filter(self.uses_rollout_model, iterations)
-        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # generates none
+        idle = [iteration for iteration in used if "rollout_model" not in self.writers(iteration)]  # it writes none
 
         return [
             (

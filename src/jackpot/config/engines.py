@@ -244,7 +244,7 @@ def unified_formats(engine: "EngineConfig") -> tuple[str, Dtype] | None:
     """Return (`number_formats`, `dtype`) of an engine whose log-probs training can compute bit for bit; else None.
 
     Two engines with equal formats, or an engine and training, compute alike. The result is None for an engine that
-    drafts, whose activations are not quantized, or whose kernels are not those of training.
+    drafts, one whose activations are not quantized, and one whose kernels are not those of training.
     """
     # The quantizations that training has are those in which activations are quantized too.
     if not isinstance(engine, TransformersEngineConfig) or engine.quantization not in TRAINED_QUANTIZATION.values():
@@ -275,7 +275,7 @@ def trained_conflicts(key: str, engine: EngineConfig, precision: str, quantizati
         quantization: the quantization that the engine must have; None: the one that fits `precision`.
     """
     wanted = quantization or TRAINED_QUANTIZATION[precision]
-    advice = f"{key}=transformers " if engine.name == "sglang_server" else ""  # which cannot be quantized
+    advice = f"{key}=transformers " if engine.name == "sglang_server" else ""  # SGLang cannot be quantized
 
     return [
         (

@@ -12,7 +12,7 @@ from jackpot.config.reference import blocks, settings
 
 LONGEST = 80  # longest text of all overrides in a name, characters
 _WORD = re.compile(r"[\w.]+").fullmatch  # a value that can stand in a name
-_FIRST = ("objective.", "policy.")  # a last name that several blocks have means the setting of one of these blocks
+_FIRST = ("objective.", "policy.")  # if a last name occurs in several blocks, it means the setting in one of these
 
 
 def run_folder(recipe: str, arm: str | None, overrides: Sequence[str], seed: int, more: str | None = None) -> Path:
@@ -45,8 +45,8 @@ def override_labels(overrides: Sequence[str], without: Sequence[str] = ()) -> li
     values = {key: value for key, value in sorted(all_values.items()) if key not in without}
     known = [*settings("train"), *blocks("train")] if values else []  # only where needed: reading all keys takes long
 
-    # A label whose value has other characters than a name should have (`_WORD` matches no such value), or for which
-    # there is no room, is left out.
+    # A label is left out if there is no room for it, or if its value has characters that a name should not have, so
+    # that `_WORD` does not match.
     labels = [_label(key, value, known) for key, value in values.items()]
     plain = [label for label, value in zip(labels, values.values(), strict=True) if _is_number(value) or _WORD(value)]
     fitting = [label for index, label in enumerate(plain) if len("-".join(plain[: index + 1])) <= LONGEST]

@@ -10,7 +10,7 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     """Replace `placement.engines: auto` and every `enable_sleep_mode: auto` by values, and return the new settings.
 
     Several ranks on GPUs, or with vLLM, get one engine process beside each rank of rank 0's machine. On a GPU the
-    engine process sleeps while the ranks train, unless it has to generate meanwhile.
+    engine process sleeps while the ranks train, unless it generates meanwhile or the rollout model drafts.
 
     Args:
         config: settings of the run; they are returned as they are where `placement.engines` is a number.
@@ -28,8 +28,8 @@ def place_engines(config: Config, ranks: int, on_gpu: bool, local_ranks: int | N
     has_vllm = any(isinstance(engine, VLLMEngineConfig) for engine in engines)
     # Whether there are engine processes, one beside each rank on rank 0's machine.
     is_beside = ranks > 1 and (on_gpu or has_vllm) and not all(map(is_remote, engines))
-    # Whether these sleep while the ranks train. With `batch.ahead` they generate then, and with drafts two engines
-    # generate together, so they stay awake.
+    # Whether the engine processes sleep while the ranks train. They stay awake with `batch.ahead`, as they generate
+    # meanwhile, and with drafts, as two engines generate together.
     is_asleep = is_beside and on_gpu and not config.batch.ahead and config.draft is None
 
     settings = config.model_dump(mode="json")

@@ -24,7 +24,7 @@ from jackpot.core.errors import ConfigError
 
 COMMANDS: dict[str, type[BaseModel]] = {"train": Config, "eval": BenchmarksConfig, "mismatch": MismatchConfig}
 CONTINUED = ("train", "eval")  # commands that continue a run or an evaluation that they find in their folder
-_BLOCK = "a block"  # stands for a block of settings among the allowed values of a field
+_BLOCK = "a block"  # text that stands for "any block" among the allowed values of a field
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _KINDS = {int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -37,7 +37,7 @@ class Use:
     key: str
     command: str  # train, eval or mismatch
     variant: str = ""  # name of the class, such as vllm, where a block can be of several; empty: no choice
-    chosen: str = ""  # the block that can be of several classes, such as engine; empty: none
+    chosen: str = ""  # key of the block that can be of several classes, such as engine; empty: none
     choices: int = 0  # number of names that the block `chosen` can have
     origin: tuple[str, str]  # the class that defines the setting, and the setting's name there
     same_as: str = ""  # the block that the key states differences from (`Differences`); empty: none
@@ -151,7 +151,7 @@ def find(key: str) -> tuple[list[Block], list[Setting]]:
     """
     name = re.sub(r"\.\d+(?=\.|$)", "[]", key)
     known = settings(*COMMANDS)
-    # No block is returned for a key that is a setting's too, nor for the empty key, which stands for all settings.
+    # Look for no block if the key is a setting's too, or is empty, which would mean all settings.
     commands = [] if name in ("", *known) else COMMANDS
     with_name = [block for command in commands if (block := blocks(command).get(name))]
 
@@ -199,9 +199,9 @@ def _walk(kind: type[BaseModel], above: str, **shared: Any) -> Iterator[Block | 
         # differences from the block `same_as`.
         same_as = next((mark.key for mark in field.metadata if isinstance(mark, Differences)), "")
         values = [f"settings of {same_as}"] if same_as else _values(field.annotation, field.metadata)
-        is_choice = name == "name" and not field.is_required()  # the name that chooses this class: listed once, below
+        is_choice = name == "name" and not field.is_required()  # a `name` that chooses among classes is yielded below
         if not is_choice and not {*values} <= {_BLOCK, "null"}:
-            listed = [text for text in values if not classes or text != "null"]  # a block's key lists no null
+            listed = [text for text in values if not classes or text != "null"]  # no null beside a block
             yield use(key=key, origin=(definer, name), same_as=same_as, values=_either(list(dict.fromkeys(listed))))
         if not classes or same_as:
             continue

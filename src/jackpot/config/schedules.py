@@ -62,7 +62,7 @@ class ShareSchedule(Strict):
                 f"schedule step changes after iteration hold {self.hold} and has no until; leave until out",
             ),
             (
-                self.schedule != "step" and (self.until or 0) <= self.hold,  # also if until is missing
+                self.schedule != "step" and (self.until or 0) <= self.hold,  # a missing until counts as 0
                 f"schedule {self.schedule} needs until, the first iteration with the share `end`, above hold "
                 f"{self.hold}, and it is {self.until}; give a later one",
             ),
@@ -72,7 +72,7 @@ class ShareSchedule(Strict):
         """Return the share in an iteration. Iterations count from 1."""
         if iteration <= self.hold:
             return self.start
-        first_at_end = self.hold + 1 if self.until is None else self.until  # None: schedule step
+        first_at_end = self.hold + 1 if self.until is None else self.until  # `until` is None for schedule step
         if iteration >= first_at_end:
             return self.end
 

@@ -38,7 +38,7 @@ class ArithmeticConfig(Strict):
     """Largest term of a sum; below 9 there are too few problems to hold some out."""
 
     def conflicts(self) -> Conflicts:
-        """Refuse fewest terms above the most terms."""
+        """Refuse a smallest number of terms above the largest."""
         return [
             (
                 self.min_terms > self.max_terms,
@@ -105,7 +105,7 @@ class AnswersConfig(Strict):
 
 
 def _by_regex(value: Any) -> Any:
-    """Return a block of `answers` that has a `regex` with `name: regex`, and any other value as it is."""
+    """Add `name: regex` to a block of `answers` that has a `regex`; return any other value as it is."""
     has_regex = isinstance(value, Mapping) and value.get("regex") is not None
     return {**value, "name": "regex"} if has_regex else value
 

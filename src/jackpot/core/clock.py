@@ -52,7 +52,7 @@ class Clock:
         self._open.append(STAGES.get(phase, phase))
         stage(self._open[-1])
 
-        # From here on `_inner` counts the phases inside this one; it gets its old value back at the end.
+        # Until the block ends, `_inner` counts the phases inside this one. Then it is its old value plus this phase.
         begin = _now()
         inner_before, self._inner = self._inner, Seconds()
         try:

@@ -50,12 +50,12 @@ def busy_cores(before: str, after: str, cores: Container[int]) -> float:
 
 
 def _usable_cores() -> Collection[int]:
-    """Return the numbers of the cores that this process may run on."""
+    """Return the ids of the cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _ticks(stat: str) -> dict[int, list[int]]:
-    """Parse the text of /proc/stat: the counters of every core, in clock ticks since boot, by the core's number."""
+    """Parse the text of /proc/stat: the counters of every core, in clock ticks since boot, by the core's id."""
     rows = [line.split() for line in stat.splitlines() if line.startswith("cpu") and line[3].isdigit()]
     return {int(name.removeprefix("cpu")): list(map(int, ticks))[_ALL] for name, *ticks in rows}
 
@@ -70,7 +70,7 @@ def _container_quota() -> int:
 
 
 def pick_threads(setting: int | Literal["auto"]) -> int:
-    """Return the number of CPU threads: for `auto` the number of free cores, shared by the ranks on this machine.
+    """Return this process's number of CPU threads: for `auto` its share of the free cores, beside this machine's ranks.
 
     Beside another busy process, training with one thread more than there were free cores was 10 times slower. Where
     cores are busy, `auto` looks again after two seconds, since a process may just be ending, and warns if cores are

@@ -44,7 +44,7 @@ class WeightsDigest:
         self._hashes: list[str] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor under its name."""
+        """Add one tensor, under its name, to the digest."""
         dtype = self._dtype or tensor.dtype
         shape = json.dumps([name, list(tensor.shape), str(dtype)])
         tensor_hash = sha256(f"{shape}\n".encode())

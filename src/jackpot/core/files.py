@@ -53,7 +53,7 @@ def flush_file(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names of the files in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -106,7 +106,7 @@ class AppendedFile:
         with self.path.open("ab", buffering=0) as file:
             end, unwritten = file.tell(), memoryview(self.waiting)
             try:
-                while unwritten:  # a write may take a part of the bytes
+                while unwritten:  # one write may take only a part of the bytes
                     unwritten = unwritten[file.write(unwritten) :]
             except OSError:
                 file.truncate(end)
@@ -116,7 +116,7 @@ class AppendedFile:
 
 @contextmanager
 def checkpoint_error_in(folder: Path) -> Generator[None]:
-    """Turn an OSError of the `with` block into a CheckpointError: a run cannot begin in `folder`."""
+    """Turn an OSError of the `with` block into a CheckpointError, which says that a run cannot begin in `folder`."""
     try:
         yield
     except OSError as error:
@@ -147,7 +147,8 @@ def hold_lock(path: Path) -> IO[str]:
     except BlockingIOError:
         raise _in_use(file, path) from None
     except OSError as error:
-        has_locks = False  # so the file is a lease; if it has a content, see whether its owner still renews it
+        # Without locks the file is a lease. If it is not empty, see whether the process named in it still renews it.
+        has_locks = False
         if path.stat().st_size:
             _log.warning("cannot lock %s: %s; waiting %g s whether another process uses it", path, error, LEASE_SECONDS)
             modified = path.stat().st_mtime_ns
@@ -159,7 +160,7 @@ def hold_lock(path: Path) -> IO[str]:
     file.write(owner)
     file.flush()
 
-    # Of two processes that take a lease at once, the one whose name the file holds a moment later has it.
+    # Of two processes that take a lease at once, the one whose name the file holds a moment later keeps the lease.
     if not has_locks:
         time.sleep(_SETTLES)
         if path.read_text() != owner:
@@ -182,7 +183,7 @@ def _in_use(file: IO[str], path: Path) -> CheckpointError:
 def _renew(file: IO[str], path: Path, owner: str) -> None:
     """Renew the lease `path` until its file is closed; kill this process if another process has taken the lease."""
     while not file.closed:
-        with suppress(OSError):  # a file server that does not answer for a moment
+        with suppress(OSError):  # such as of a file server that does not answer for a moment
             if path.read_text() != owner:
                 _log.error("%s was taken over while this process stood still; it ends here, before it writes", path)
                 os.kill(os.getpid(), signal.SIGKILL)

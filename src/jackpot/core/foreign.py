@@ -14,7 +14,7 @@ from typing import IO, Any
 LARGEST_TEXT = 256 * 2**20  # most bytes of a file, or of a line, that is parsed as a whole
 ALWAYS_EXPANDED = 64 * 2**20  # bytes that any compressed file may expand to, however small it is
 MOST_EXPANSION = 100  # bytes that each byte of a larger compressed file may expand to; text expands to 3 to 30
-MOST_REPETITION = 2_000  # the same limit for a table, whose columns store a value once even if it stands in many rows
+MOST_REPETITION = 2_000  # bytes of a table for each byte of its file, whose columns store a value once for many rows
 MOST_ROWS = 256  # rows of a table that are read at once
 LARGEST_BATCH = 128 * 2**20  # bytes of the rows that are read at once, unless one row takes more
 
@@ -24,7 +24,7 @@ class ForeignFileError(OSError):
 
 
 def open_foreign(path: Path, largest: float = float("inf"), inside: Path | None = None) -> IO[bytes]:
-    """Open a file that someone else wrote for reading, if it is a regular file of at most `largest` bytes.
+    """Open for reading a file that someone else wrote, if it is a regular file of at most `largest` bytes.
 
     A folder from elsewhere may hold a pipe or a device, on which reading never ends, or a link to any other file.
 
@@ -124,20 +124,20 @@ def table_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[
     footer = file.metadata
     paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
     encoded = parquet.ParquetFile(path, read_dictionary=paths)  # has each text once, however many rows repeat it
-    # Both must stay below the limit: the bytes of all row groups as the footer states them (`stored`), and those of the
-    # batches as they turn out (`yielded`).
+    # Two counts of bytes must stay below the limit: that of all row groups as the footer states it (`stored`), and that
+    # of the batches as they turn out (`yielded`).
     stored, yielded = (Expansion(path, MOST_REPETITION) for _ in range(2))
 
     for index in range(footer.num_row_groups):
         group = footer.row_group(index)
         chunks = [group.column(column) for column in range(group.num_columns)]
-        # The bytes that the footer states, but at least 8 for each value.
+        # Count the bytes that the footer states for each column, but at least 8 for each value.
         size = sum(max(chunk.total_uncompressed_size, 8 * chunk.num_values) for chunk in chunks)
         stored.add(size)
 
         # Estimate the bytes of the largest row. Its texts are at most the dictionaries of all texts, which come with
-        # the first row of `encoded`; where texts are not in dictionaries, the mean row has to do.
-        # No name holds the reader of single rows: it keeps those dictionaries in memory.
+        # the first row of `encoded`; where texts are not in dictionaries, the mean row stands for the largest.
+        # The reader of single rows gets no name, so it is freed at once with the dictionaries that it holds in memory.
         texts = sum(row.nbytes for row in islice(encoded.iter_batches(1, row_groups=[index], columns=columns), 1))
         largest = max(texts, size // max(group.num_rows, 1), 1)
 

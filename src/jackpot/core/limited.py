@@ -11,21 +11,21 @@ from pathlib import Path
 CPU_SECONDS = 2  # seconds of processor time that a child may take
 MEMORY = 2**30  # bytes that a child may take beyond those of this process
 
-_SECONDS = 120  # seconds by the clock; a child may wait for ever for a lock that a thread held when it was forked
-_BEYOND = 3  # exit code of a function that took too much memory
+_SECONDS = 120  # longest time of a child, seconds of wall clock: a lock held during its fork is never released
+_BEYOND = 3  # exit code of a child whose function took too much memory
 _STATM = Path("/proc/self/statm")
 
 
 def ends_in_limits(function: Callable[[], object]) -> bool:
     """Call a pure function in a copy of this process; tell whether it ends within the limits of time and memory.
 
-    It may end in a result or in an error.
+    It may end in a result or in an error. The limit of time is on the processor time.
 
-    Return True also where this process cannot be copied, as without memory for the copy. Where there is no /proc, as on
-    macOS, the copy has no limit of memory.
+    Return True also where this process cannot be copied, as without memory for the copy, and where the copy is killed
+    because it waited for too long. Where there is no /proc, as on macOS, the copy has no limit of memory.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the function needs no locks
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads is safe: the function takes no lock
         try:
             child = os.fork()
         except OSError:
@@ -33,7 +33,8 @@ def ends_in_limits(function: Callable[[], object]) -> bool:
 
     if child:  # this is the parent
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)  # any other crash exceeded no limit
+        # Any other end, such as a crash or the alarm after `_SECONDS`, counts as within the limits.
+        return code not in (_BEYOND, -signal.SIGXCPU, -signal.SIGKILL)
 
     # This is the child, which ends here with a code for the parent.
     code = 0

@@ -74,7 +74,7 @@ def plan_memory(config: Config, sizes: Mapping[Role, ModelSize], prompt_tokens: 
         copies=_copied_weights(config, sizes),
         gradients=4 * (trained + waiting),
         training=dry_step(config, micro_batch(config, prompt_tokens)),
-        # The larger of the two, which do not exist together: weights are sent between generations.
+        # Weights are sent between generations, so the two do not exist together, and the larger one counts.
         generation=max(_generation(config, prompt_tokens), _merged_weights(config)),
     )
 
@@ -166,7 +166,7 @@ def _decoding(config: Config, settings: EngineConfig, path: str, requests: int, 
         return 0
 
     model, sampling = load_config(path).get_text_config(), config.sampling
-    # A model whose layers keep something else than keys and values counts without a cache.
+    # For a model whose layers keep something else than keys and values, no cache is counted.
     cached = cached_numbers(outline(path)) if keeps_plain_keys(model) else 0
     cache = cached * (prompt_tokens + sampling.max_new_tokens) * DTYPES[settings.dtype].itemsize
     # Numbers of four bytes: an id and a log-prob of each token and of its top-k list, and three distributions.

@@ -86,7 +86,7 @@ class Shard:
 
 @contextmanager
 def sharded() -> Iterator[None]:
-    """Turn off autocast's cache of weight copies, as for sharded layers: FSDP frees a copy with its layer."""
+    """Turn off autocast's cache of weight copies in the block, as FSDP frees each copy together with its layer."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -149,7 +149,7 @@ def engine_needs(config: Config, prompt_tokens: int) -> dict[str, EngineNeeds]:
 
 
 def needs_of(config: Config, role: Role, settings: EngineConfig, prompt_tokens: int) -> EngineNeeds:
-    """Return the needs of an engine with `settings` that holds the model of `role`.
+    """Return the memory needs of an engine with `settings` that holds the model of `role`.
 
     Args:
         config: settings of the run.
@@ -175,14 +175,14 @@ def shard(
     Args:
         memory: memory of training in one process, planned within the context `sharded`.
         gathered: numbers of parameters that each GPU gathers.
-        needs: needs of the engines, by `engine` and `evaluation.engine`.
+        needs: memory needs of the engines, by the keys `engine` and `evaluation.engine`.
         gpu: data sheet of the GPUs.
         gpus: number of GPUs.
         offloads: whether several GPUs keep weights, gradients and moments in the memory of their machines.
     """
     # The share of weights, gradients and moments that is in the memory of each GPU.
     share = 0.0 if offloads and gpus > 1 else 1.0 / gpus
-    # An engine that fits on no number of GPUs (degree 0) is counted as spread over all.
+    # An engine that fits on no number of GPUs (degree 0) is counted as if it were spread over all of them.
     degrees = {name: degree(engine, gpu, gpus) for name, engine in needs.items()}
     engine_bytes = {name: _engine_bytes(engine, degrees[name] or gpus, gpu) for name, engine in needs.items()}
 
@@ -202,7 +202,7 @@ def shard(
 
 
 def cache_bytes(engine: EngineNeeds, spread: int, gpu: Gpu) -> float:
-    """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless it is vLLM.
+    """Return the bytes that one engine on `spread` GPUs has for cached keys and values; infinite unless that is vLLM.
 
     If `kv_cache_memory_bytes` is not set, they are what weights and activations leave of the memory for the engine.
     """
@@ -220,7 +220,7 @@ def degree(engine: EngineNeeds, gpu: Gpu, gpus: int) -> int:
     Only vLLM spreads an engine over several GPUs; for any other engine the result is 1, whether it fits or not.
 
     Args:
-        engine: needs of the engine.
+        engine: memory needs of the engine.
         gpu: data sheet of the GPUs.
         gpus: number of GPUs that there are; an engine is on a divisor of this number.
     """

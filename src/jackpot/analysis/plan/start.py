@@ -51,7 +51,7 @@ def start(recipe: str, arm: str | None, overrides: Sequence[str], run: Path | No
 
 
 def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
-    """Return the words before `train` in the command that starts `gpus` ranks, and the settings that it must add."""
+    """Return the words before `train` in the command that starts `gpus` ranks, and the settings that must be added."""
     if gpus == 1 or config.placement.launcher == "ray":
         return ["jackpot"], []
     if gpus <= MACHINE or process_rank().size > 1:
@@ -62,19 +62,19 @@ def _launcher(config: Config, gpus: int) -> tuple[list[str], list[str]]:
 def machines(config: Config, needs: CostEstimate, is_asked: bool) -> list[GpusConfig]:
     """Return the GPUs on which a large run can start.
 
-    These are the GPUs that the user asked about. If the user asked about none, they are the GPUs that the recipe names,
-    or where the run does not fit on those, the fewest of a kind on which it fits; and then the GPUs of this machine.
-    Left out are GPUs on which the run does not fit, or on which an engine needs more than the one that it gets.
+    These are the GPUs that the user asked about. If the user asked about none, they are the GPUs that the recipe names
+    (else one H100), or if the run does not fit on those, the fewest of a kind on which it fits; then those of this
+    machine. Left out are GPUs on which the run does not fit, or on which an engine needs more than one of them.
 
     Args:
         config: settings of the run.
-        needs: estimates of the run.
+        needs: estimates of the run on several kinds and numbers of GPUs.
         is_asked: whether the user asked about GPUs, which are then the stated ones.
     """
     stated = needs.stated
     counts = [(stated.kind, stated.shard.gpus if stated.shard.fits else 0)]  # (kind, number of GPUs; 0: no fit)
     if not is_asked:
-        # The first of these on which the run fits, and then the GPUs of this machine.
+        # Of the stated GPUs and the fewest of each kind, the first on which the run fits; then this machine's GPUs.
         fitting = [(kind, count) for kind, count in (*counts, *needs.fewest.items()) if count]
         counts = [*fitting[:1], *((row.kind, row.shard.gpus) for row in needs.this_machine if row.shard.fits)]
 

@@ -138,8 +138,8 @@ def tiny(config: Config, models: ReplacedModels, folder: Path) -> Config:
         share = overlong.len / sampling.max_new_tokens
         changes["objective"]["overlong_buffer"] = {"len": max(1, math.floor(share * new_tokens))}
 
-    # A task that reads problems: every split is a file, and a micro-batch has room for the longest prompt. A limit on
-    # prompts, where the recipe has one, lets the longest prompt pass.
+    # A task that reads problems: every split is a file, and a micro-batch has room for the longest prompt. If the
+    # recipe limits the length of prompts, the limit becomes that of the longest prompt.
     if isinstance(config.task, MathConfig):
         prompt = _longest_prompt(config.task)
         changes["task"] = {split: _split_data(config.task, split, folder) for split in get_args(Split)}
@@ -182,7 +182,7 @@ def _batch(batch: BatchConfig) -> dict[str, Any]:
 
 
 def _engine(engine: EngineConfig) -> dict[str, Any]:
-    """Return the settings of a transformers engine in place of the recipe's, with those settings that both have."""
+    """Return the settings of a transformers engine, with the recipe's values of those that both engines have."""
     shared = TransformersEngineConfig.model_fields.keys() - {"name", "enable_sleep_mode", "enforce_eager"}
     return {"name": "transformers", **engine.model_dump(include=shared)}
 

@@ -21,10 +21,10 @@ LARGE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "n
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 CONTEXT = 4096  # longest sequence, tokens
 _ROUNDED_TO = 64  # the number of rows of the output layer is a multiple of this
-_INITIALIZER_RANGE = 0.05  # far enough from uniform that two models differ, near enough that all tokens occur
-_LONGEST_ANSWER = 100  # characters of an answer that becomes a token
-# Forms of an answer, each of which becomes a token: among 32 random tokens some are then answers, and about a quarter
-# of the responses are right.
+_INITIALIZER_RANGE = 0.05  # makes distributions that differ between models, and in which all tokens still occur
+_LONGEST_ANSWER = 100  # most characters of an answer that becomes a token
+# Forms of an answer, each of which becomes a token. So some of the 32 random tokens of a response are answers, and
+# about a quarter of the responses are right.
 _ANSWER_FORMS = ("{}", " {}", ": {}", "{}.", " {}.", "{}\n", "({})", "${}$", " ${}$", "${}$.", "\\[{}\\]", "**{}**")
 # Settings of the large model's config that the small one has too.
 _SHARED_SETTINGS = ("rope_parameters", "tie_word_embeddings", "attention_bias", "hidden_act", "rms_norm_eps")

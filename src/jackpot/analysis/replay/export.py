@@ -118,9 +118,9 @@ def _write(writer: DumpWriter | None, file: RolloutFile, out: Path, rows: list[i
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            table = read_columns(file, writer and list(writer.columns), rows)  # all columns without a writer
+            table = read_columns(file, writer and list(writer.columns), rows)  # all columns if `writer` is None
             if writer is None:
-                pq.write_table(table, partial, compression="zstd")  # with the schema version and the run's settings
+                pq.write_table(table, partial, compression="zstd")  # its metadata have the settings of the run
             else:
                 with partial.open("w") as lines:
                     for batch in table.to_batches(_ROWS):

@@ -48,7 +48,7 @@ def inputs_of(
         setting: the correction with its settings.
         rollout, old, new: [B, T] log-probs of the engine, of the policy before the iteration, and of the policy now.
         mask: [B, T] bool, True at sampled tokens.
-        z: Z at the tokens, for corrections that read it.
+        z: Z, the probability that OBRS accepts a token, at all tokens; read by some corrections only.
     """
     log_probs = references(old, new, rollout)  # by the values that `target` and `proximal` may have: old, new, rollout
     return CorrectionInputs(
@@ -73,14 +73,13 @@ def factors(
         new: [B, T] log p_new.
         advantages: [B, T]; the sign decides which side PPO clips, and which tokens some corrections reject. At tokens
             with an advantage of 0, and at all tokens with None, factors are averaged over both signs.
-        totals: sums over the optimizer step, from which OBRS takes its factor kappa.
+        totals: sums over the optimizer step, from which OBRS takes kappa, the common factor of its weights.
     """
     positive, negative = (
         replace(inputs, advantages=torch.full_like(inputs.rollout_log_probs, sign)) for sign in (1.0, -1.0)
     )
     # The factors `up` for an advantage of 1 at every token, and `down` for an advantage of -1. A correction that does
-    # not read advantages has the same weights for both, so they are computed once. What PPO clips always depends on the
-    # sign.
+    # not read advantages has the same weights for both, so they are computed once. PPO's clip depends on the sign.
     reads_sign = "advantages" in setting.objective.correction.reads
     up_weight = _averaged_over_mask(setting, positive, totals)
     down_weight = _averaged_over_mask(setting, negative, totals) if reads_sign else up_weight
@@ -91,12 +90,12 @@ def factors(
     positive_share = torch.full_like(up.mean, 0.5) if advantages is None else (advantages.sign() + 1.0) / 2.0
 
     def mixed(name: str) -> Tensor:
-        """Mix a field of `up` and of `down`, token by token."""
+        """Return a field of `up` and of `down`, averaged with the weight `positive_share` at each token."""
         return positive_share * getattr(up, name) + (1.0 - positive_share) * getattr(down, name)
 
     return GradientFactors(
         either=(up.mean + down.mean) / 2.0,
-        # Capped for a sign of the advantage that the token has, or may have.
+        # A token counts as capped if it is for the sign of its advantage, or for either sign where that sign is open.
         capped=(up.capped & (positive_share > 0.0)) | (down.capped & (positive_share < 1.0)),
         **{name: mixed(name) for name in ("mean", "square", "weight", "accepted", "clipped", "scale")},
     )
@@ -115,11 +114,11 @@ def _factors_of_sign(
 
     return GradientFactors(
         mean=mean,
-        either=mean,  # of the one sign; `factors` averages both
+        either=mean,  # of this sign alone; `factors` averages both signs
         square=weight.chance * factor.square(),
         weight=weight.chance * weight.value,
         accepted=weight.accepted,
-        capped=weight.correction.capped | weight.correction.capped_c2,  # capped_c2: by the second cap of OBRS
+        capped=weight.correction.capped | weight.correction.capped_c2,  # capped_c2: by c2 of OBRS
         clipped=clipped,
         scale=_scale(setting, inputs, weight.correction),
     )
@@ -157,9 +156,10 @@ def _scale(setting: CorrectionSetting, inputs: CorrectionInputs, correction: Cor
     # Corrections whose weight is rho of the token times a factor of the tokens before: their product of rho (`prefix`)
     # or their smallest rho (`min_prefix`). The mean of the token's rho is 1, so h is the factor of the tokens before.
     if setting.name == "prefix":
-        return _of_token_before(correction.weights)  # 0 behind a rejected prefix
+        return _of_token_before(correction.weights)  # a weight is 0 behind a rejected prefix
     if setting.name == "min_prefix":
-        lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values  # up to each token
+        # The smallest log rho from the first token up to each token.
+        lowest = torch.where(inputs.response_mask, log_ratio, torch.inf).cummin(-1).values
         return _of_token_before(torch.where(lowest.isposinf(), 0.0, lowest).exp())
     # Corrections that weigh the whole response by the product of its rho: those of the token and of the tokens after it
     # average to 1, so h is the product over the tokens before.

@@ -79,8 +79,9 @@ def exact_numbers(sums: Sums) -> dict[str, float]:
     - `tv_after_correction` is the total variation between p_new and the distribution that the correction trains on.
     - `bias` is 0 for the exact direction and 1 for an orthogonal one. A common factor, which a learning rate offsets,
       is no bias.
-    - `variance` is a multiple of the variance of responses that the updated policy samples itself.
-    - `drift` is a multiple of the exact gradient's size.
+    - `variance` is the gradient's variance, divided by that with responses which the updated policy samples.
+    - `drift` is the distance of the weights f from F_s p_new (`state_sums`), divided by the corrected gradient's size
+      along the exact one.
     - `state_spread` is the standard deviation over the mean of F_s, the weight that the correction gives to a state.
     """
     if "state" not in sums:

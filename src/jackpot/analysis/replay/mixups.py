@@ -22,11 +22,11 @@ UNRELATED_CORRELATION = 0.1  # correlation below which two columns have nothing 
 RELIABLE_PROBABILITIES = (0.02, 0.98)  # probabilities between which log-odds are reliable
 LEAST_QUOTIENT = 1.15  # least quotient of the higher over the lower temperature that is reported
 LEAST_LINEARITY = 0.85  # least correlation of two columns of log-odds that may be one model's at two temperatures
-# The least share of the variance of the difference of two columns of log-odds that must vanish when one of them is
-# multiplied by the quotient of the two temperatures.
+# Two columns of log-odds are at two temperatures if at least this share of the variance of their difference vanishes
+# when one of them is multiplied by the quotient of the temperatures.
 LEAST_EXPLAINED = 0.4
-SURE_ERRORS = 4.0  # standard errors below 0 from which on a mean is negative, and not by chance
-LIKELY_ERRORS = 3.0  # standard errors from 0 beyond which the sign of a mean says which of two columns is wrong
+SURE_ERRORS = 4.0  # standard errors that a mean must lie below 0 to be negative not just by chance
+LIKELY_ERRORS = 3.0  # standard errors that a mean must lie from 0 for its sign to say which of two columns is wrong
 LEAST_KL = 0.005  # nats; a negative mean that is closer to 0 may be rounding
 # The least share of a column's log-probs below 0 that a number format holds exactly, if the column was rounded to it.
 LEAST_ROUNDED = 0.99
@@ -65,7 +65,7 @@ class ColumnPairs:
 
     @property
     def rounding(self) -> str:
-        """Return text on the columns in half precision, with the total variation that rounding makes; "" for none."""
+        """Say which columns are rounded to half precision, and what total variation the rounding makes; "" for none."""
         engine, policy, _ = torch.cat(self._rows, 1)
         texts = (_rounding_text(self._engine, engine), _rounding_text(self._policy, policy))
         return "; ".join(filter(None, texts))
@@ -101,8 +101,8 @@ class ColumnPairs:
                 f"shifted back). Shift it by one and replay again"
             )
 
-        # A constant column has the correlation 0 too, and is no finding. Its standard deviation is exactly 0 along a
-        # dimension; over a whole tensor it may not be.
+        # A constant column has the correlation 0 too, and is no finding. Its standard deviation is exactly 0 if taken
+        # along a dimension; if taken over a whole tensor, it may be rounded to another number.
         vary = bool((torch.stack([engine, policy]).std(-1) > 0.0).all())
         if self._one_model and vary and abs(unshifted) < UNRELATED_CORRELATION:
             return (
@@ -183,7 +183,7 @@ class ColumnPairs:
 
 
 def _rounding_text(name: str, column: Tensor) -> str:
-    """Return text on a column's half precision, with the total variation that it makes; "" for none or few tokens."""
+    """Say how a column is rounded to half precision, and what total variation that makes; "" for none or few tokens."""
     values = column[column < 0.0]
     if len(values) < LEAST_TOKENS:
         return ""

@@ -47,7 +47,7 @@ def replay(
         path: a run folder, or a file or folder of saved rollouts.
         name: name of the files' format, or `auto`, which finds the format.
         names: names of the corrections to apply; empty: all.
-        model: path of a model, or of a run folder, whose best policy is taken, that scores the responses; None: the
+        model: path of the model that scores the responses, or of a run folder, whose best policy scores them; None: the
             policy's saved log-probs are used.
         temperature: sampling temperature at which `model` scores; None: that of the run, or 1.
         every: only one of `every` responses is replayed, which suffices for a run with many tokens.
@@ -60,7 +60,8 @@ def replay(
     """
     dump, files = find_format(path, name)
     config = ours.config_of(path) if dump.name == "jackpot" else None
-    sums, end_gaps = ReplaySums(settings_of(config, names)), EndGaps()  # `EndGaps`: of the first and the last file
+    # `EndGaps` collects the total variation between rollout model and policy in the first and in the last file.
+    sums, end_gaps = ReplaySums(settings_of(config, names)), EndGaps()
 
     if temperature is None:
         temperature = config.sampling.temperature if config else 1.0
@@ -127,7 +128,7 @@ class _Reading:
         self._is_mixed = config is not None and config.is_mixed and "rollout_model" in writers
         self.read = 0  # number of responses that can be replayed
         self.unreadable = 0  # number of reading problems of all kinds
-        # First problem of each kind and the number of its kind, by the problem's text with 0 for every number.
+        # For each kind of problem, by its text with 0 in place of every number: the first one's text, and their number.
         self._kinds: dict[str, tuple[str, int]] = {}
         self._left_out = {_FULLY_MASKED: 0, _BY_POLICY: 0}  # number of responses by the reason why they are left out
         self._without_policy: str | None = None  # what to do about the first response without log-probs of the policy
@@ -146,7 +147,8 @@ class _Reading:
             elif self._needs_policy and response.log_probs is None:
                 lack = f"{response.where} has no log-probs of the policy (old_log_probs)"
                 self._warn(f"{lack} for response {response.uid}; left out")
-                self._without_policy = self._without_policy or (  # kept of the first one, for the error of `check`
+                # `check` raises an error with this text about the first such response, if none can be replayed.
+                self._without_policy = self._without_policy or (
                     f"{lack}; give --model PATH, the model that was trained, and they are computed.\n{self._dump.how}"
                 )
             else:
@@ -190,7 +192,7 @@ _COPIED = (
 
 
 def _costs(config: Config | None) -> tuple[Costs | None, list[str]]:
-    """Return the rollout model's costs relative to the policy's, and sentences on the advice that lacks them.
+    """Return the rollout model's costs relative to the policy's, and sentences on advice that is left out.
 
     Without a run's settings or a rollout model this is (None, []); where costs cannot be used, None and one sentence.
     """

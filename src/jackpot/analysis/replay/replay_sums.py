@@ -39,7 +39,7 @@ class ReplayedCorrection:
     """
 
     setting: CorrectionSetting
-    sums: Sums = field(default_factory=dict)  # over sampled tokens, and over states with known distributions
+    sums: Sums = field(default_factory=dict)  # sums over sampled tokens, and over states with known distributions
     # [GROUPS, COLUMNS] sums over the tokens of each group of prompts, for the advice
     groups: Tensor = field(default_factory=lambda: torch.zeros(GROUPS, len(COLUMNS), dtype=torch.float64))
 
@@ -56,7 +56,7 @@ class ReplaySums:
         self.run: Sums = {}
         self._corrections = [ReplayedCorrection(setting) for setting in settings]
         self._left_out: dict[str, dict[str, None]] = {}  # reason -> labels of what is left out for that reason
-        self._prompts = -1  # index of the newest prompt, from 0
+        self._prompts = -1  # index of the newest prompt, from 0; -1: none yet
         self._newest_prompt: object = None
 
     @property
@@ -120,7 +120,7 @@ class ReplaySums:
             for correction in self.corrections
             if correction.tokens == self.tokens
         ]
-        # For `not_finite`: one sum over all numbers of a correction, which is finite only if all of them are.
+        # `not_finite` gets one sum over all numbers of a correction, which is finite only if all of them are.
         totals = {candidate.label: float(candidate.groups.sum()) for candidate in candidates if candidate.advisable}
         problem = problem or not_finite(self.run, totals) or why_not(self.run)
         advice = judge(candidates, self._judged_text(weights, candidates), costs, problem)
@@ -135,7 +135,7 @@ class ReplaySums:
     def _judged_text(self, weights: str, candidates: Sequence[JudgedCorrection]) -> str:
         """Return text that says which tokens were judged, and their total variation before the correction."""
         gap = Estimate(float(self.run["total_variation"].value), None)
-        if candidates:  # all have the same overlap, here with a standard error over groups of prompts
+        if candidates:  # all have the same overlap; its standard error is over groups of prompts
             gap = estimate(lambda sums: 1.0 - sums[..., OVERLAP] / sums[..., TOKENS], candidates[0].groups)
         before = f"{gap.value:.2%}" if gap.error is None else interval_text(gap, ".2%")
         return f"{self.tokens:,} tokens of {weights}, with {before} total variation before the correction"
@@ -194,7 +194,8 @@ class ReplaySums:
     def _inputs(
         self, setting: CorrectionSetting, batch: ResponseBatch, lists: StateDistributions | None
     ) -> CorrectionInputs | None:
-        """Build a correction's inputs for a batch; return None, and note it as left out, if it reads an unknown Z."""
+        """Build a correction's inputs for a batch. If the correction reads Z, the probability that OBRS accepts tokens,
+        and Z is not known, note it as left out and return None."""
         correction = setting.objective.correction
         z = z_of(lists, batch, correction.lam, setting.objective.target)
         if z is None and "z" in correction.reads:
@@ -213,9 +214,10 @@ class ReplaySums:
 def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     """Tell whether the rule of analysis/advice/rule.py may recommend a correction.
 
-    Parts of OBRS that are studied alone, corrections that weigh whole responses or prefixes, and `none` and `is` toward
-    the updated policy are never recommended. If the policy has not been updated, the updated and the old policy are
-    equal, and other corrections toward the updated one are left out too, as repetitions.
+    Parts of OBRS that are studied alone, corrections that weigh whole responses or prefixes, and `none` and `is` with
+    `proximal: new` are never recommended. If the policy has not been updated, the updated and the old policy are equal,
+    and other corrections in which PPO's ratio is 1 (`aligns_to_new`) repeat those that name the old policy. These
+    repetitions are not recommended either; dppo and ipo are no repetitions.
 
     Args:
         setting: the correction.
@@ -223,10 +225,11 @@ def _may_be_advised(setting: CorrectionSetting, stale: bool) -> bool:
     """
     if setting.name in (*OBRS_PARTS, *WHOLE_RESPONSE):
         return False
-    if setting.name in ("none", "is"):  # toward the updated policy never, even if the policy has been updated
+    # With `proximal: new`, these two are never recommended, even if the policy has been updated.
+    if setting.name in ("none", "is"):
         return setting.objective.proximal != "new"
 
-    # By default dppo and ipo target the updated policy, so they have no equal that targets the old one.
+    # By default dppo and ipo target the updated policy, so they repeat no correction that targets the old one.
     return stale or not setting.aligns_to_new or setting.name in ("dppo", "ipo")
 
 

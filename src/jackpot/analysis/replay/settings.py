@@ -16,8 +16,8 @@ WHOLE_RESPONSE = ("seq_tis", "seq_mask", "geo_mask", "prefix", "min_prefix", "f_
 # Surrogates with one ratio for a whole response: as soon as it is not 1, a token's factor depends on other tokens.
 WHOLE_SURROGATE = ("gspo", "gmpo")
 OBRS_PARTS = ("mask_only", "reweight_only", "z_only", "target_only", "coin_only")  # single parts of OBRS, for studies
-_TO_NEW = {"target": "new", "proximal": "new"}  # for stale rollouts: the newest policy is the target
-# Settings that are replayed in addition to the defaults, those for stale rollouts last: with `new`, PPO's ratio is 1.
+_TO_NEW = {"target": "new", "proximal": "new"}  # for stale rollouts: align them to the updated policy
+# Settings that are replayed beside the defaults. Those with `new`, for stale rollouts, come last: PPO's ratio is 1.
 _VARIANTS = {
     "none": ({"proximal": "rollout"},),
     "tis": ({"cap": 2.0}, {"cap": 5.0}, {"cap": 10.0}, {"proximal": "new"}, {"proximal": "new", "cap": 10.0}),
@@ -90,12 +90,12 @@ def settings_of(config: Config | None, names: Sequence[str]) -> list[CorrectionS
 
 
 def _setting(name: str, changes: dict[str, object], config: Config | None, is_own: bool) -> CorrectionSetting:
-    """Build the setting of a correction from the changes of its defaults and the run's surrogate and clips.
+    """Build the setting of a correction from the changes to its defaults and from the run's surrogate and clips.
 
     Without a run, surrogate and clips are those of PPO. `is_own` says whether the correction is the run's own.
     """
     base = config.objective if config else ObjectiveConfig()
-    surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl multiplies no advantage by a factor
+    surrogate = "ppo" if base.surrogate == "oapl" else base.surrogate  # oapl has no factor on an advantage
     default_clip = CLIP if surrogate == "ppo" else None
     objective = ObjectiveConfig.model_validate(
         {
@@ -106,7 +106,7 @@ def _setting(name: str, changes: dict[str, object], config: Config | None, is_ow
         }
     )
 
-    # The changes once more, validated and without those that equal a default.
+    # Read the changes back from the validated objective, without those that equal a default.
     correction = objective.correction
     fields = type(correction).model_fields  # settings of a custom correction may have no default
     defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}

@@ -67,8 +67,8 @@ class SampledColumns(NamedTuple):
 
     factor: Tensor  # E F, the mean of F over the random mask of accepted tokens
     square: Tensor  # E F^2, over the same mask
-    wrong: Tensor  # F_s times the total variation that the correction leaves between its weights and p_new
-    trained: Tensor  # E F, averaged over both signs of the advantage: what one token says of F_s
+    wrong: Tensor  # total variation that the correction leaves between its weights and p_new, times F_s
+    trained: Tensor  # E F, averaged over both signs of the advantage: an estimate of F_s from one token
 
     @classmethod
     def of(cls, factors: GradientFactors, ratio: Tensor, mask: Tensor) -> "SampledColumns":
@@ -95,19 +95,19 @@ class SampledColumns(NamedTuple):
 
 
 def rule_columns(columns: SampledColumns, scale: Tensor, prefixes: Tensor, overlap: Tensor, mask: Tensor) -> Tensor:
-    """Sum the numbers that the advice rule reads over the tokens of each response: [B, 7], in the order of COLUMNS.
+    """Sum a response's numbers for the advice rule over its tokens: [B, 7], in the order of advice.rule.COLUMNS.
 
     Args:
         columns: the correction's numbers at the sampled tokens, [B, T] each.
         scale: [B, T] h, the weight of a state if nothing were capped.
         prefixes: [B, T] R, the product of rho before a token: how many times as often the policy reaches it.
-        overlap: [B, T] acceptance of the sampled token at lam = 1, or Z at tokens with a known Z.
+        overlap: [B, T] probability that OBRS accepts a sampled token at lam = 1, or Z, its mean in a state, if known.
         mask: [B, T] bool, True at sampled tokens.
     """
-    # The part of a state's weight, relative to the mean weight, that exceeds how often the policy visits the state.
+    # By how much a state has too much weight: its multiple of the mean weight, less `prefixes`, where that is positive.
     elsewhere = (scale / scale[mask].mean() - prefixes).clamp(min=0.0)
     tokens = torch.ones_like(overlap)
-    # In the order of COLUMNS.
+    # These stand in the order of COLUMNS of the advice rule.
     summed = (tokens, columns.factor, columns.square, columns.wrong, columns.trained, elsewhere, overlap)
     return torch.stack([torch.where(mask, numbers, 0.0).sum(-1) for numbers in summed], dim=-1)
 

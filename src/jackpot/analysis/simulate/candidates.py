@@ -52,8 +52,8 @@ class Candidate:
     policy_parameters: int
     responses: int  # number of responses
     states: int  # tokens whose whole distributions were compared
-    accuracy: float | None  # accuracy of the rollout model, sampled; None where the task has no verdict
-    policy_accuracy: float | None  # accuracy of the policy, sampled
+    accuracy: float | None  # share of the rollout model's responses that are right; None where the task has no verdict
+    policy_accuracy: float | None  # share of the policy's responses that are right
     reward: float  # mean reward of the rollout model's responses
     policy_reward: float
     kl_policy_rollout: float  # KL(policy || rollout model), nats a token
@@ -63,7 +63,7 @@ class Candidate:
     acceptance_spread: float  # standard deviation of Z over states; if 0, OBRS weights as TIS up to a common factor
     low_acceptance: float  # share of states with Z below 0.5
     tis_cut: float  # share of the policy's probability that TIS's cap takes away
-    obrs_cut: float  # share of the expected weight of OBRS, Z without a cap, that its cap takes away
+    obrs_cut: float  # share that OBRS's cap takes away of its expected weight, which would be Z without the cap
     tis_ess: float  # effective share of tokens under the weights of TIS
     obrs_ess: float  # effective share of tokens under OBRS with a sampled mask
     expected_ess: float  # effective share of tokens under OBRS with an expected mask
@@ -280,7 +280,7 @@ def pair_states(
         sampled = pad_sequence([rollout.sampled_mask for rollout in batch], batch_first=True).to(policy.device)
         by_rollout_model, by_policy = (forward_rollouts(model, batch) for model in (rollout_model, policy))
 
-        # Chunks of both models' log-probs of the vocabulary at the sampled tokens, the rollout model's with their ids.
+        # Each yields chunks of n sampled tokens: log-probs of all tokens [n, V]; `of_rollout_model` also ids [n, 1].
         ids = by_policy.token_ids[sampled][:, None]
         of_rollout_model = exact_log_probs(rollout_model, temperature, by_rollout_model.hidden[sampled], ids)
         of_policy = exact_log_probs(policy, temperature, by_policy.hidden[sampled])
@@ -297,7 +297,7 @@ def _state_means(numbers: StateNumbers) -> dict[str, Any]:
     """Return those fields of `Candidate` that are computed from whole distributions at tokens."""
     acceptance = numbers.acceptance[:, RECIPE_LAM]  # at lam = 1
     # Means over states of the six moments of `weight_moments`: of TIS t and t^2, of OBRS e, a w^2 and e^2, then t e.
-    # Without caps the mean of t is 1 and that of e is Z, the acceptance; a cut is the share of it that a cap takes.
+    # Without caps the mean of t is 1, that of e is Z, the acceptance; a cut is the share that caps take of such a mean.
     tis, tis_square, expected, obrs_square, expected_square, product = numbers.weights.mean(0).tolist()
 
     return {

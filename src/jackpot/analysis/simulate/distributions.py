@@ -54,8 +54,8 @@ class StateNumbers:
 
     kl: Tensor  # [N] KL(target || rollout), nats
     reverse_kl: Tensor  # [N] KL(rollout || target), nats
-    acceptance: Tensor  # [N, L] Z, the expected acceptance
-    kl_after: Tensor  # [N, L] KL(target || p~), p~ the distribution of accepted tokens; inf where none is accepted
+    acceptance: Tensor  # [N, L] Z, the expected acceptance, at each of the L lambdas in LAMS
+    kl_after: Tensor  # [N, L] KL(target || distribution of accepted tokens); inf where none is ever accepted
     weights: Tensor  # [N, 6] the means that `weight_moments` returns
 
 
@@ -84,7 +84,7 @@ def measure_states(states: StatePairs) -> StateNumbers:
 
 
 def _measure_chunk(states: StatePairs) -> StateNumbers:
-    """Compute the `StateNumbers` of a few states."""
+    """Compute the `StateNumbers` of a few states, all at once."""
     rollout, target = states.rollout, states.target
     return StateNumbers(
         kl=divergence(target, rollout),

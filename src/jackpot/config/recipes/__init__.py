@@ -30,7 +30,7 @@ def load_recipe(name: str) -> dict[str, Any]:
         ConfigError: no such recipe or file, not a YAML mapping, or bases that lead in a circle.
     """
     (_, recipe), *bases = _chain(name)  # pairs of a file's path and its content
-    # Each base, from the nearest on, is laid under what was merged before.
+    # Lay each base, from the nearest on, under what was merged before: the settings of the nearer file win.
     for _, base in bases:
         recipe = merge({key: value for key, value in base.items() if key not in ("arms", "published")}, recipe)
     return {key: value for key, value in recipe.items() if key != "base"}
@@ -48,7 +48,7 @@ def _chain(name: str) -> list[tuple[Path, dict[str, Any]]]:
         ConfigError: one of the files cannot be read, or the bases lead in a circle.
     """
     names, chain = [name], [_read(name)]
-    while base := chain[-1][1].get("base"):  # in the content of the last file
+    while base := chain[-1][1].get("base"):  # the base that the last file names
         if base in names:
             raise ConfigError(f"recipe {name!r}: its bases lead in a circle, {' -> '.join([*names, base])}")
 

@@ -16,7 +16,7 @@ and give --model: the policy's log-probs are scored (at --temperature), as AReaL
 
 FORMAT = DumpFormat(
     name="areal",
-    # Of training tasks; those of evaluations are left out.
+    # Files of training tasks; those of evaluations are left out.
     files=lambda path: [file for file in matching(path, "*.jsonl") if "eval-rollout" not in file.parts],
     records=json_lines,
     marks=(frozenset({"task_id", "sample_idx", "tail_version"}),),

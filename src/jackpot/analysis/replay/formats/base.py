@@ -39,7 +39,7 @@ class DumpFormat:
     how: str  # instructions for logging the columns that are missing
     columns: Columns | None = None  # names and layout of the library's columns; None: ours, those of `response_of`
     where: Callable[[Path], str] = lambda path: path.name  # function that returns a file's name for messages
-    batch: tuple[str, ...] = ()  # columns that are equal if a file repeats the batch of the file before; (): none does
+    batch: tuple[str, ...] = ()  # columns that are equal if a file repeats the batch of the one before; (): no repeats
     writer: DumpWriter | None = None  # None: the format is only read
 
     def recognizes(self, path: Path, warn: Warn) -> bool:
@@ -82,7 +82,7 @@ class DumpFormat:
             try:
                 _check_sizes(record)
                 response = response_of(translate(record, self.columns) if self.columns else record, where, index)
-            except DamagedRecord as error:  # those of `response_of` name the file and the response already
+            except DamagedRecord as error:  # an error of `response_of` names file and response already
                 warn(f"{error if str(error).startswith(where) else f'{name}: {error}'}; left out")
             except Exception as error:  # a stranger's file may hold anything in place of lists of numbers
                 warn(f"{name}: {type(error).__name__}: {first_line(error)}; left out")

@@ -98,11 +98,11 @@ def _sampled(record: DumpRecord, names: Columns, tokens: int) -> Tensor:
         tokens: number of tokens in the column `ids`.
     """
     masks = {theirs: _as_floats(record[theirs]).ne(0.0) for theirs in names.masks if record.get(theirs) is not None}
-    # The number of tokens that the columns cover: as a column states, else as long as a mask at the end, else all.
+    # How many tokens the columns cover: what a column states, else the length of a mask if `at_end`, else all tokens.
     lengths = [int(record[theirs]) for theirs in names.length if theirs in record]
     length = lengths[0] if lengths else tokens
     if names.at_end and not lengths:
-        length = len(next(iter(masks.values())))  # of the first; the loop below checks the others
+        length = len(next(iter(masks.values())))  # of the first mask; the loop below checks the others
 
     sampled = torch.ones(length, dtype=torch.bool)
     for theirs, mask in masks.items():
@@ -133,7 +133,7 @@ def _present(record: DumpRecord, names: Columns, length: int) -> Tensor | None:
         return None
 
     present = torch.cat(masks).ne(0)
-    # `length` lacks the prompt where the record lacks the column that should have it; only then may masks be longer.
+    # If the record lacks the prompt's column, `length` does not count the prompt; only then may masks be longer.
     counts_prompt = not names.prompt or record.get(names.prompt) is not None
     if len(present) < length or (counts_prompt and len(present) > length):
         raise DamagedRecord(f"{' + '.join(names.present)}: {len(present)} entries, there are {length} tokens")

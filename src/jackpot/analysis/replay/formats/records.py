@@ -20,7 +20,7 @@ from jackpot.core.foreign import LARGEST_TEXT, check_foreign, open_foreign, pars
 Warn = Callable[[str], None]  # receives a sentence about each record that cannot be read
 DumpRecord = Mapping[str, Any]
 MOST_TOKENS = 1_000_000  # tokens of a response with prompt and padding; a small compressed file may claim many more
-_MOST_LISTED = 64  # most numbers for each token in one column of a response: a longer top-k list is refused
+_MOST_LISTED = 64  # most numbers in a column of a response, as a multiple of MOST_TOKENS: a top-k list has many a token
 
 
 def check_size(tokens: int, entries: int) -> None:
@@ -58,7 +58,7 @@ def json_lines(path: Path, warn: Warn) -> Iterator[tuple[int, DumpRecord]]:
     """Yield (row, record) of every line that is a JSON object, from row 1; skip blank lines, and warn of all others."""
     try:
         with open_foreign(path) as file:
-            # A line is read up to a byte beyond the limit only, so that no huge line fills the memory.
+            # Of a line at most one byte more than the limit is read, so that no huge line fills the memory.
             for row, line in enumerate(iter(lambda: file.readline(LARGEST_TEXT + 1), b""), start=1):
                 if len(line) > LARGEST_TEXT:
                     warn(f"{path.name} is left out from line {row} on, which has more than {LARGEST_TEXT:,} bytes")

@@ -29,7 +29,7 @@ _TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")  # columns with t
 def record(iteration: int, row: DumpRecord) -> dict[str, Any]:
     """Return our response as a record of verl's dump, without padding: verl's columns, and log-probs and advantages.
 
-    Log-probs and advantages have the names under which verl writes them after the change that HOW describes.
+    Log-probs and advantages have the names under which verl writes them after the change to verl that HOW describes.
     """
     return {
         "input": row["prompt"],
