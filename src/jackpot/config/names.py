@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jackpot.config.reference import blocks, settings
 
-LONGEST = 80  # longest text of all overrides in a name, characters
+LONGEST = 80  # most characters that all overrides together take in a name, characters
 _WORD = re.compile(r"[\w.]+").fullmatch  # a value that can stand in a name
 _FIRST = ("objective.", "policy.")  # if a last name occurs in several blocks, it means the setting in one of these
 

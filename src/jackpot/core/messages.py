@@ -85,7 +85,7 @@ def _checksum(message: Tensor) -> Tensor:
 
 
 def _unpacked(message: Tensor) -> Any:
-    """Decode a message whose checksum was cut off, [n] uint8, and return its value."""
+    """Return the value of a message, [n] uint8, from which the checksum has been removed."""
     # The JSON is [content, layouts]: the value, in which tensors are indices, and (dtype, shape) of each tensor.
     size = int.from_bytes(message[:_ALIGNED].numpy().tobytes(), "little")  # length of the JSON, bytes
     content, layouts = json.loads(message[_ALIGNED : _ALIGNED + size].numpy().tobytes())

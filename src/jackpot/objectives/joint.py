@@ -241,9 +241,10 @@ def scores_on_support(head: Head, batch: TokenBatch, temperature: float) -> tupl
 def on_support(
     output: HeadOutput | JointOutput, heads: Sequence[Head], batch: TokenBatch, temperature: float
 ) -> HeadOutput | JointOutput:
-    """Replace the log-probs of sampled ids and of the engine's top-k ids in `output` by those of `scores_on_support`.
+    """Return `output` with log-probs that are renormalized, at each position, on the ids that the engine could sample.
 
-    Those of the top-k ids go into `gathered`. Entropy, the head's own top-k and KLs stay those of the whole vocabulary.
+    These are the log-probs of sampled ids and, in `gathered`, of the engine's top-k ids (`scores_on_support`). Entropy,
+    the head's own top-k and KLs stay those of the whole vocabulary.
 
     Args:
         heads: head of the policy, and that of the rollout model where `output` has both.

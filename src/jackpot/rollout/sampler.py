@@ -140,8 +140,8 @@ class Sampler:
         last = min(iteration + config.batch.ahead, config.iterations)
         missing_iterations = range(max(self._under_way, default=iteration) + 1, last + 1)
 
-        # The engines hold the newest weights if `takes_weights` was True after the learner's last steps: at most
-        # `_reserve` batches were under way then. `next_batch` has since removed one, if any, so fewer are left.
+        # The engines got the newest weights if at most `_reserve` batches, 1 or more, were under way after the last
+        # steps (`takes_weights`). `next_batch` has removed one of them since, so fewer are under way now.
         engines_have_newest_weights = len(self._under_way) < self._reserve
         if missing_iterations and engines_have_newest_weights:
             self._under_way |= {later: self._submit(later) for later in missing_iterations}
@@ -185,9 +185,10 @@ class Sampler:
         self._under_way = {iteration: list(map(GenerationBatch.from_state, batches)) for iteration, batches in ahead}
 
     def _complete(self, iteration: int, under_way: "list[GenerationBatch] | _PendingBatch") -> list[GenerationBatch]:
-        """Return the generation batches of an iteration once they are complete.
+        """Wait until the generation batches of an iteration are complete, and return them.
 
-        If they were pending, give rollouts of them to `check`, the argument of `Sampler`.
+        Batches that were pending are not checked yet: the rollouts of the first usable one go to `check`, the argument
+        of `Sampler`.
         """
         if not isinstance(under_way, _PendingBatch):
             return under_way

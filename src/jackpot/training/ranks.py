@@ -131,7 +131,7 @@ class Ranks:
         self._last.begin(sequence_number, name)  # `_last` writes the file
         self._is_idle = False
         try:
-            with self._lost_named(str(self._last)):
+            with self._lost_named(str(self._last)):  # an error about a lost rank names this command
                 yield
         except BaseException as error:
             why = str(error).strip().partition("\n")[0]

@@ -81,7 +81,7 @@ class ArmRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The results of all arms, compared at one budget and one accuracy."""
+    """The results of all arms: the accuracy that each reaches within a budget, and what each spends to reach one."""
 
     unit: str  # one of UNITS
     budget: float  # budget of each run, in `unit`

@@ -159,9 +159,10 @@ def _bands(responses: Sequence[TokenMismatch]) -> Iterator[tuple[str, dict[str, 
 
 
 def _response_sums(tokens: TokenMismatch) -> tuple[ClusteredMean, Tensor]:
-    """Return a response's sums of each quantity in each band, [bands, quantities], and its largest gaps, [bands].
+    """Return what a response adds to the means of each quantity over the tokens of each band, and its largest gaps.
 
-    Bands are in the order of `_masks`, and quantities in that of `_averaged`.
+    A band is a range of lengths, positions or entropies. The first is [bands, quantities], the second [bands], in the
+    order of `_masks` and `_averaged`.
     """
     masks, values = torch.stack([*_masks(tokens).values()]), torch.stack([*_averaged(tokens).values()])
     totals = torch.where(masks[:, None], values, 0.0).sum(-1)

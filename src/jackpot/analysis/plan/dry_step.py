@@ -141,7 +141,10 @@ def _meta_models(config: Config) -> dict[str, PreTrainedModel]:
 
 
 def _give_memory(model: PreTrainedModel) -> None:
-    """Replace a model's meta tensors by fake tensors of the CPU, so that they are counted; tied weights stay tied."""
+    """Replace a model's meta tensors by fake tensors of the CPU, so that they are counted; tied weights stay tied.
+
+    It is called inside of a mode in which `torch.empty` makes fake tensors. Parameters become float32, as in training.
+    """
     fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -271,10 +274,10 @@ def _row(shape: MicroBatchShape) -> PackedRow:
 
 
 def _head(config: Config, models: Sequence[PreTrainedModel], hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run all output layers together on the first tiles of the vocabulary, and return the outputs with gradient, [N].
+    """Run all output layers on the first tiles of the vocabulary; return the outputs that require a gradient, [N] each.
 
-    The outputs are log-probs and entropy of each model, and for two models the forward and the reverse KL. Rows of the
-    output layers beyond these tiles are not run; backward holds the memory that their gradients would take.
+    The outputs are log-probs and entropy of each model, and for two models the forward and the reverse KL. Only the
+    first tiles are run, but in backward as much memory is allocated as the gradient of the whole weight takes.
 
     Args:
         config: settings of the run.

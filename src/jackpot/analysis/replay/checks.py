@@ -14,7 +14,7 @@ LEAST_EFFECTIVE_SEQUENCES = 0.2  # share of effective responses below which weig
 
 
 def few_sequences(run: Sums) -> str:
-    """Return the end of a sentence, a warning not to weigh whole responses; "" if enough of them are effective."""
+    """Return a warning not to weigh whole responses, to append to a sentence; "" if enough of them are effective."""
     effective = float(run["mismatch/sequence_ess"].value)
     if effective >= LEAST_EFFECTIVE_SEQUENCES:
         return ""

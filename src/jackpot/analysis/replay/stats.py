@@ -117,7 +117,8 @@ def correction_sums(factors: GradientFactors, wrong: Tensor, mask: Tensor, bands
 
     Args:
         factors: the correction's factors, [B, T] each.
-        wrong: [B, T] the column `wrong` of `SampledColumns`: what remains of the total variation, times F_s.
+        wrong: [B, T] the column `wrong` of `SampledColumns`: the total variation between policy and corrected
+            distribution in the token's state, times F_s, the sum of all factors there.
         mask: [B, T] bool, True at sampled tokens.
         bands: [B, T] masks of bands by name, for the rejected share in each band.
     """

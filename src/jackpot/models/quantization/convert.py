@@ -80,7 +80,7 @@ def replace_linears(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) ->
     """Replace each linear layer that `quantized_names` finds by the result of `make`, in place; return what it found.
 
     Raises:
-        ValueError: as `quantize_linears`.
+        ValueError: the model has no linear layer to quantize.
     """
     conversion = quantized_names(model)
     if not conversion.converted:

@@ -190,9 +190,10 @@ def joint_linear_head(
 
 
 class CutLinear(nn.Linear):
-    """An output layer that uses only the first `out_features` rows of its weight and bias, in a `LinearHead` too.
+    """An output layer that uses only the first `out_features` rows of its weight and bias.
 
-    The attributes `weight` and `bias` stay the whole parameters; the gradient of the other rows is 0.
+    A `LinearHead`, which reads the weights of an output layer itself, uses only these rows too. The attributes `weight`
+    and `bias` stay the whole parameters; the gradient of the other rows is 0.
     """
 
     bias: nn.Parameter | None  # pyright: ignore[reportIncompatibleVariableOverride]  # torch omits the None

@@ -117,7 +117,7 @@ def _describe(engine: Engine) -> dict[str, Any]:
 
 
 def _generate(engine: Engine, message: dict[str, Any], sign: Callable[[], None]) -> dict[str, Any]:
-    """Generate the responses of a message from `PooledEngine`, and return them as `_parse_generated` reads them.
+    """Generate the responses that a message of `PooledEngine` asks for; return the answer for `_parse_generated`.
 
     Args:
         sign: called about every `SIGN_SECONDS` until all responses are finished, to show that this process is alive.
@@ -389,7 +389,7 @@ class EnginePool:
     def _share(
         self, name: str, weights: Sequence[tuple[str, Tensor]], version: Version, dtype: torch.dtype | None
     ) -> SentWeights:
-        """Copy the weights of an engine into shared memory, under a new name.
+        """Copy the weights of the engine `name` into new shared memory, which has a name of its own.
 
         Args:
             dtype: dtype that the weights are cast to; None: each keeps its dtype.

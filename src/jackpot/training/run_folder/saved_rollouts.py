@@ -54,7 +54,7 @@ def read_columns(
         rows: indices of the rows; None: all.
 
     Raises:
-        UnreadableRollouts: the file is damaged although its footer is intact, lacks a column, or exists no more.
+        UnreadableRollouts: the file is damaged, lacks a column, or exists no more.
     """
     try:
         schema = pq.read_schema(check_foreign(file.path))

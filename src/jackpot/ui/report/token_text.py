@@ -62,11 +62,11 @@ def texts_of(words: TokenTexts, run: Path, config: Config) -> dict[str, str]:
 
 
 def readable(token: str, in_bytes: bool) -> str:
-    """Turn a tokenizer's string into text: `Ġthe` and `▁the` become ` the`, a part of a character becomes its bytes.
+    """Turn a tokenizer's string into text: `Ġthe` and `▁the` become ` the`, a part of a character its bytes, ⟨E2⟩.
 
     Args:
         token: the string in the tokenizer's vocabulary.
-        in_bytes: whether the tokenizer represents every byte by a letter.
+        in_bytes: whether the tokenizer is byte-level: each character of its strings stands for one byte.
     """
     if match := _BYTE.fullmatch(token):
         content = bytes([int(match[1], 16)])  # `<0x0A>` is one byte

@@ -106,7 +106,10 @@ def parquet_rows(path: Path, warn: Warn, columns: Sequence[str] | None = None) -
 
 
 def _sizes(column: pa.Array) -> tuple[int, int]:
-    """Return how many tokens, and how many numbers in all, a column has in one row; (0, 0) for a column of no lists."""
+    """Return how many tokens, and how many numbers in all their lists, one row of a column has; (0, 0) without lists.
+
+    `column` holds that row alone.
+    """
     sizes = []  # number of entries at each level of nested lists, the outermost first
     while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = column.flatten()

@@ -138,7 +138,7 @@ class RaggedKVLayer(BatchKVLayer):
         return self.keys[: self._rows, :, : self._length], self.values[: self._rows, :, : self._length]
 
     def _grown(self, states: Tensor, rows: Tensor) -> Tensor:
-        """Return a larger buffer as `BatchKVLayer._grown` does, with 0 in its new columns."""
+        """Return a larger buffer that begins with the rows `rows` of `states`, with 0 in its new columns."""
         buffer = super()._grown(states, rows)
         buffer[:, :, states.shape[2] :] = 0.0  # finite, since attention multiplies hidden columns by 0
         return buffer

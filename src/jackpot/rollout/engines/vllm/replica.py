@@ -22,11 +22,11 @@ class VLLMReplica(Replica):
     def __init__(
         self, url: str, client: VLLMClient, expected: ExpectedModel, version_prefix: str, capacity: int
     ) -> None:
-        """Describe a server, as `Replica` does; nothing is sent yet.
+        """Begin with a server to which nothing has been sent yet.
 
         Args:
             expected: model that the server has to serve.
-            version_prefix: prefix of the names of all weights of this engine.
+            version_prefix: what the name of every version of this engine's weights begins with.
             capacity: number of requests that run at the same time.
         """
         super().__init__(url, client, version_prefix, capacity)
