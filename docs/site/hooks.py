@@ -19,7 +19,7 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).parents[2]
 PROJECT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md")
 MERMAID = Path(sys.prefix) / "mermaid.min.js"  # the Makefile takes it from the npm package
-HISTORY = ("project/CHANGELOG.md", "renamed.md")  # these have every word, and are what nobody searches for
+HISTORY = ("project/CHANGELOG.md",)  # it has every word, and is what nobody searches for
 _SCRIPT = "assets/javascripts/mermaid.min.js"
 _ANY_LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 _LINK = re.compile(r"(?<!!)" + _ANY_LINK.pattern)  # a picture is none
