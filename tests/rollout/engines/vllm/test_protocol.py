@@ -114,10 +114,10 @@ def test_scores_are_joined_from_the_answers_to_all_requests(temperature):
         tokens = [(*request.prompt, request.token)[-1 - request.num_prompt_log_probs :] for _, request in requests]
         return [[-float(token) for token in ids] for ids in tokens]
 
-    rollouts = [rollout_of(tiny_prompt(3), [5, 6, 7]), rollout_of(tiny_prompt(2), [4])]
+    rollouts = [rollout_of(tiny_prompt(3), [5, 6, 7]), rollout_of(tiny_prompt(2), []), rollout_of(tiny_prompt(2), [4])]
     scores = score_by_requests(rollouts, temperature, answers)
 
-    assert [score.tolist() for score in scores] == [[-5.0, -6.0, -7.0], [-4.0]]
+    assert [score.tolist() for score in scores] == [[-5.0, -6.0, -7.0], [], [-4.0]]
 
 
 @pytest.mark.parametrize("settings", [{"enable_sleep_mode": True}, {"device": 1}])

@@ -223,9 +223,10 @@ def log_prob_requests(rollout: Rollout, temperature: float) -> list[LogProbReque
     At temperature 1 one request is for all tokens, at other temperatures there is one for each token.
     """
     tokens = rollout.token_ids.tolist()
-    # Positions in the response for which requests are made. At temperature 1 the request for the last token returns the
-    # log-probs of all response tokens before it too.
-    positions = [len(tokens) - 1] if temperature == 1.0 else range(len(tokens))
+    # Positions in the response for which requests are made. At temperature 1 the request for the last token, if any,
+    # returns the log-probs of all response tokens before it too.
+    positions = range(len(tokens))
+    positions = positions[-1:] if temperature == 1.0 else positions
 
     return [
         LogProbRequest(
