@@ -17,11 +17,13 @@ import torch
 from helpers.engines.hosts import fork_engines
 from helpers.led import run_ranks
 from helpers.runs import BRIEF, SHORT, FinishedRuns, assert_same_run, metrics, read_lines, small_config, weights
-from jackpot.config.config import PlacementConfig
-from jackpot.core.errors import ConfigError
+from jackpot.config.config import Config, PlacementConfig
+from jackpot.core.errors import ConfigError, EngineError
 from jackpot.core.types import Prompt, Version
+from jackpot.launch import engine_processes
 from jackpot.launch.build import make_engines
-from jackpot.launch.engine_processes import engine_gpu
+from jackpot.launch.engine_processes import engine_gpu, engine_pool
+from jackpot.launch.engines import engine_specs
 from jackpot.launch.start import train_run
 from jackpot.rollout.engines.base import Request
 from jackpot.rollout.engines.hosted import EngineHost
@@ -51,6 +53,25 @@ def assert_close_metrics(run: Path, other_run: Path) -> None:
         assert line.keys() == other_line.keys()
         for name, value in line.items():
             assert other_line[name] == (None if value is None else pytest.approx(value, rel=1e-3, abs=1e-3)), name
+
+
+@pytest.mark.parametrize(("threads", "expected_threads"), [("auto", 1), ("3", 3)])
+def test_engine_processes_get_the_threads_of_the_settings(
+    threads: str, expected_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setups = []
+
+    def refusing_links(config: Config, setup: dict) -> dict:
+        setups.append(setup)
+        raise EngineError("no process is started here")
+
+    monkeypatch.setattr(engine_processes, "process_links", refusing_links)
+    config = small_config("placement.engines=2", f"threads={threads}")
+
+    with pytest.raises(EngineError, match="no process"):
+        engine_pool(config, engine_specs(config, config.model_paths()), torch.device("cpu"), Version(0, 0))
+
+    assert [setup["threads"] for setup in setups] == [expected_threads]
 
 
 def test_both_engines_generate_what_they_do_in_one_process(links: list[ProcessLink]) -> None:
