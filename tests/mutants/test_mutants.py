@@ -179,6 +179,7 @@ EQUIVALENT = {  # the name of a mutant: why it computes the same
     "topk_z: (1.0 / scale).clamp(max=1.0) -> (1.0 / scale).clamp(min=1.0)": "it mends rounding alone",
     "dppo: advantages * log_ratio -> advantages / log_ratio": "where rho is 1 the total variation is 0",
     "clipped_value_error: (held > free).detach() -> held > free": "a comparison carries no gradient",
+    "_clipped: ratio.detach() -> ratio": "clamp carries no gradient where the ratio is beyond the bound",
 }
 
 CASES = [

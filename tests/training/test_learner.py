@@ -833,8 +833,15 @@ def test_the_engine_is_compared_on_tokens_of_equal_weights(mini_batch_size):
         )
         items.append(replace(item, rollout=replace(rollout, **change)))
 
-    results, _ = make_learner(POLICY, ROLLOUT_MODEL).train(batches(items, mini_batch_size=mini_batch_size), trace=False)
+    learner = make_learner(POLICY, ROLLOUT_MODEL)
+    results, gaps_of_tokens = learner.train(batches(items, mini_batch_size=mini_batch_size), trace=False)
     gaps = [result.metrics["mismatch/engine_gap"] for result in results]
+
+    fresh_uids = {item.rollout.uid for item in fresh_items}
+    assert gaps_of_tokens.keys() == {item.rollout.uid for item in items}
+    for uid, token_gaps in gaps_of_tokens.items():
+        expected_gaps = torch.full_like(token_gaps, shift if uid in fresh_uids else math.nan)
+        torch.testing.assert_close(token_gaps, expected_gaps, rtol=0.0, atol=1e-5, equal_nan=True)
 
     assert len(gaps) == len(items) // (mini_batch_size or len(items))
     assert sum(gap.count for gap in gaps) == sum(len(item.rollout.token_ids) for item in fresh_items)

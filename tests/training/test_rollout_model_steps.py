@@ -56,6 +56,17 @@ def gradient_parts(items, aggregate="token-mean", of_states=False):
     return whole_gradient - distill_gradient, distill_gradient
 
 
+def test_a_batch_without_the_rollout_model_moves_the_policy_alone():
+    learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
+    policy_before, rollout_model_before = (flat(learner.models[role]) for role in ("policy", "rollout_model"))
+
+    results, _ = learner.train(batches(WRITTEN, mini_batch_size=6), trace=False, with_rollout_model=False)
+
+    assert len(results) > 1
+    assert not torch.equal(flat(learner.models["policy"]), policy_before)
+    assert torch.equal(flat(learner.models["rollout_model"]), rollout_model_before)
+
+
 @pytest.mark.parametrize(
     ("mini_batch_size", "aggregate"), [(3, "token-mean"), (4, "seq-mean-token-mean"), (6, "seq-mean-token-sum-norm")]
 )
