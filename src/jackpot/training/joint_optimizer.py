@@ -76,9 +76,7 @@ class JointOptimizer:
     def step(
         self, sums: Sums, *, sampled_tokens: Tensor, steps_rollout_model: bool
     ) -> tuple[Sums, tuple[dict[str, Any], ...]]:
-        """Step the models on the gradients in their parameters, and clear the gradients.
-
-        The CPU reads what decides in one transfer: the advantages in `sums`, the number of tokens and the norms.
+        """Step the models on the gradients in their parameters, and clear the gradients; the CPU waits once.
 
         Args:
             sums: metrics of the optimizer step over all micro-batches and ranks, on the device. The count of

@@ -25,15 +25,14 @@ def mismatch_config(
 ) -> MismatchConfig:
     """Build the settings of a comparison between samplers and learners.
 
-    By default both sides have the weights of `model`. For a run, the sampler is the run's engine with the rollout model
-    of the best, or else newest, checkpoint. There are two learners: that rollout model in the precision of training
-    (the engine's own gap) and the policy (the whole mismatch). Where the policy generates its own rollouts, the two are
-    equal and make one learner. The prompts are held-out problems of the run's task, and sampling is that of training.
+    By default both sides have the weights of `model`. For a run, the sampler is its engine with the rollout model of
+    the best, or else newest, checkpoint. There are two learners: that model in the precision of training (the engine's
+    own gap) and the policy (the whole mismatch); they are one where the policy generates its own rollouts. The prompts
+    are held-out problems of the run's task, sampled as in training.
 
     Args:
         model: path of a model, or the folder of a run.
-        samplers, learners: for each side, the settings that differ from the defaults.
-        changes: all other settings that differ from the defaults.
+        samplers, learners, changes: for each side, and for all else, the settings that differ from the defaults.
 
     Raises:
         ConfigError: settings that do not exist or do not fit, or two sides that are the same.

@@ -283,8 +283,6 @@ def make_reader(
 ) -> Callable[[int, Record], DataRow]:
     """Find out which columns the first rows have, and return a function that reads a record into a `DataRow`.
 
-    That function raises DataError where a row has no problem, or a value that is no text. Columns may have these forms:
-
     | part of a row | forms that it may have |
     |---|---|
     | a column's name | the name itself, or a path into nested values: `reward_model.ground_truth`, `prompt.0.content` |
@@ -294,10 +292,10 @@ def make_reader(
     | answer to multiple choice | a letter or label, the index of the option, or its text; it becomes `(B) text` |
 
     Raises:
-        DataError: a column is missing (lists the columns there are).
+        DataError: a column is missing (lists the columns there are); in the function, a row without problem or text.
     """
     columns, choose_column = settings.columns, partial(_column, first)
-    # The problem is one column, or several whose names stand in braces, which `_problem` joins.
+    # The problem is one column, or several in braces, which `_problem` joins.
     problem_columns = [columns.problem] if columns.problem else benchmark.problem
     joined_columns = [choose_column("problem", [name]) for name in _IN_BRACES.findall(problem_columns[0])]
     problem_column = problem_columns[0] if joined_columns else choose_column("problem", problem_columns)
@@ -309,10 +307,9 @@ def make_reader(
     uid_columns = [columns.uid] if columns.uid else present
     uid_column = choose_column("uid", uid_columns) if uid_columns and columns.uid != ROW_NUMBER else None
 
-    # The form of the answers is that of the settings, or else that which the benchmark gives for the answer's column.
+    # The form of the answers is that of the settings, or else the benchmark's for the answer's column. `extract` finds
+    # the answer in a text, or returns None; the empty pattern is for the type checker alone.
     form = settings.answers or AnswersConfig(name=benchmark.answer.get(answer_column, "plain"))
-    # `extract` finds the answer in a text of that column, or returns None. For `name: regex`, the only form that is
-    # not in `ANSWERS`, `form.regex` is never None: `or re.compile("")` only satisfies the type checker.
     extract = ANSWERS.get(form.name) or partial(_last_match, form.regex or re.compile(""))
 
     def read_row(index: int, record: Record) -> DataRow:
@@ -331,15 +328,14 @@ def make_reader(
                 # Each answer becomes the option that it names; an integer may be the index of an option.
                 are_ints = [isinstance(value, int) for value in entries]
                 answers = [answer and choose(answer, is_int) for answer, is_int in zip(answers, are_ints, strict=True)]
-
             # A column of ids that the settings name has an id in every row; in a benchmark's column ids may be missing.
             if uid_column is not None:
                 text = _text(_lookup(values, uid_column), uid_column)
                 uid = _needed("uid", uid_column, text) if columns.uid else text or f"row-{index}"
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
-        right_answers = tuple(dict.fromkeys(filter(None, answers)))  # each once
-        return DataRow(uid=uid, problem=problem, answers=right_answers, where=record.where)
+        distinct_answers = tuple(dict.fromkeys(filter(None, answers)))
+        return DataRow(uid=uid, problem=problem, answers=distinct_answers, where=record.where)
 
     return read_row
 
