@@ -1,6 +1,7 @@
 """`jackpot eval` from within: what it asks and keeps, where it goes on after a kill, and what it refuses."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -27,12 +28,12 @@ from jackpot.config.tasks import RewardConfig
 from jackpot.config.tools import ENDLESS
 from jackpot.core.errors import CheckpointError, ConfigError, DataError
 from jackpot.core.files import PARTIAL
-from jackpot.core.types import DecodedResponse, Prompt, Rollout, Version
+from jackpot.core.types import DecodedResponse, Prompt, Rollout, Score, Version
 from jackpot.launch.engines import make_engine
 from jackpot.models.load import load_tokenizer
 from jackpot.rollout import evaluate as evaluating
 from jackpot.rollout.engines.base import Engine
-from jackpot.rollout.evaluate import eval_request, evaluate, generate_and_score
+from jackpot.rollout.evaluate import Evaluation, eval_request, evaluate, generate_and_score
 from jackpot.rollout.rewards.rewards import RewardFn
 from jackpot.rollout.tasks.data import DATA_FOLDER
 from jackpot.rollout.tasks.registry import SETS, make_task
@@ -504,3 +505,17 @@ def test_every_sample_of_every_set_has_a_stream_of_its_own() -> None:
 
     assert len(seeds) == 120  # 5 prompts, 4 samples, 2 seeds, 3 sets
     assert len(set(seeds)) == 120
+
+
+def evaluation_of(rewards: list[float], k: int) -> Evaluation:
+    """Return an evaluation whose scores alone are filled in: `k` rewards for each problem."""
+    return Evaluation(k=k, rollouts=(), responses=(), scores=tuple(Score(reward=reward) for reward in rewards))
+
+
+def test_the_error_of_a_mean_reward_is_over_problems():
+    rewards = [1.0, 3.0, 2.0, 6.0, 0.0, 0.0]  # means of three problems: 2, 4 and 0
+    evaluation = evaluation_of(rewards, k=2)
+
+    assert evaluation.reward == 2.0
+    assert evaluation.reward_stderr == pytest.approx(2.0 / math.sqrt(3))
+    assert math.isnan(evaluation_of([1.0, 3.0], k=2).reward_stderr)
