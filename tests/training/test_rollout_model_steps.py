@@ -56,7 +56,7 @@ def gradient_parts(items, aggregate="token-mean", of_states=False):
     return whole_gradient - distill_gradient, distill_gradient
 
 
-def test_a_batch_without_the_rollout_model_moves_the_policy_alone():
+def test_a_batch_without_the_rollout_model_leaves_it_in_place():
     learner = make_learner(POLICY, ROLLOUT_MODEL, rollout_model_each_step=False)
     policy_before, rollout_model_before = (flat(learner.models[role]) for role in ("policy", "rollout_model"))
 
