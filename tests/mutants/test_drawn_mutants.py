@@ -105,12 +105,18 @@ ROOMS = {  # the longest start of a file's name: tests, the likeliest first
         f"rollout/tasks/test_{name}.py" for name in ("arithmetic", "sums", "tool_arithmetic")
     ),
     "rollout/tasks/environment.py": ("rollout/tasks/test_environment.py",),
+    "rollout/tasks/registry.py": (
+        "rollout/test_evaluate.py",
+        "rollout/tasks/test_mix.py",
+        "rollout/tasks/test_math.py",
+    ),
     "rollout/tasks/synthetic.py": ("rollout/tasks/test_synthetic.py", "rollout/tasks/test_sums.py"),
     "rollout/tasks/templates.py": ("rollout/tasks/test_templates.py", "rollout/tasks/test_math.py"),
     f"{RUN_FOLDER}/": tuple(
         f"{RUN_FOLDER}/test_{name}.py"
         for name in ("checkpoint", "folder", "wandb", "starts", "crashes", "full_disk", "resume")
     ),
+    f"{RUN_FOLDER}/saved_rollouts.py": ("training/test_own_rewards.py", "ui/report/test_inspector.py"),
     "analysis/advice/": ("analysis/advice/test_rule.py", "analysis/simulate/test_candidates.py"),
     "analysis/compare/": tuple(
         f"analysis/compare/test_{name}.py" for name in ("summary", "scheduler", "stop_rule", "comparison")

@@ -293,3 +293,17 @@ def test_links_that_are_right_already_are_left_alone(tmp_path: Path, monkeypatch
     (tmp_path / "last").unlink()
     with pytest.raises(CheckpointError, match="No space left"):
         Checkpoints(tmp_path, 1).restore_links(best_state)
+
+
+def test_the_best_checkpoint_is_what_a_link_beside_it_names(tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        save(tmp_path, iteration)
+    best = tmp_path / "best"
+    best.unlink(missing_ok=True)
+
+    best.symlink_to("step-2")
+    assert Checkpoints(tmp_path, 2).best() == (tmp_path / "step-2").resolve()
+
+    best.unlink()
+    best.symlink_to(tmp_path / "step-2")  # the same folder, by a path that leads anywhere
+    assert Checkpoints(tmp_path, 2).best() is None
