@@ -35,12 +35,13 @@ FLOORS = {  # folders of the package, without folders that are a floor of their 
     "rewards": "rollout/rewards",
     "analysis": "analysis",
 }
-ELSEWHERE = (  # run only where vLLM, SGLang, reasoning-gym or a cluster are, and so do their tests
+ELSEWHERE = (  # run only where vLLM, SGLang, reasoning-gym, W&B or a cluster are, and so do their tests
     "rollout/tasks/reasoning_gym.py",
     "rollout/tasks/gym_scorer.py",
     "rollout/engines/vllm/",
     "rollout/engines/sglang/",
     "launch/ray.py",
+    "training/run_folder/trackers.py",
 )
 RUN_FOLDER = "training/run_folder"
 ENGINES, VERIFIER = "rollout/engines", "rollout/rewards/verifier"
