@@ -21,6 +21,7 @@ from jackpot.core.errors import ConfigError, TrainingError
 from jackpot.core.types import DecodedResponse, Prompt, RewardError, Score
 from jackpot.rollout.rewards.pool import CallLimits, RewardWorkerPool
 from jackpot.rollout.rewards.rewards import RewardFn
+from jackpot.rollout.rewards.worker import GRACE
 
 PATIENCE = 60.0  # seconds until something that must happen counts as not happening
 TIMEOUT = 1.0  # seconds for one job
@@ -192,6 +193,17 @@ def test_a_process_that_ended_between_two_calls_is_replaced():
     assert first_score.reward != second_score.reward
     assert second_score.reward == third_score.reward
     assert third_score.reward > 0
+
+
+def test_a_process_outlives_the_alarm_of_a_call_that_has_ended():
+    timeout = 0.5
+    with closing(reward_fn_of(reward_of("process"), timeout=timeout)) as process_fn:
+        [first_score] = process_fn.scores([answer("")])
+        time.sleep(timeout + GRACE + 0.2)  # seconds in which an alarm that was not taken back ends the process
+        [second_score] = process_fn.scores([answer("")])
+
+    assert first_score.reward == second_score.reward  # the id of the process
+    assert first_score.reward > 0
 
 
 def test_a_limit_of_infinity_is_none():
