@@ -14,7 +14,7 @@ from helpers.kill_points import Kill
 from helpers.runs import Killed
 from helpers.tensors import TOKENIZER, OneTensor, save
 from jackpot.core.errors import CheckpointError, RankError
-from jackpot.training.run_folder.checkpoint import Checkpoints, CorruptCheckpoint, load_state
+from jackpot.training.run_folder.checkpoint import Checkpoints, CorruptCheckpoint, load_state, resolve_model_path
 
 
 def flip_a_byte(path: Path) -> None:
@@ -307,3 +307,8 @@ def test_the_best_checkpoint_is_what_a_link_beside_it_names(tmp_path: Path) -> N
     best.unlink()
     best.symlink_to(tmp_path / "step-2")  # the same folder, by a path that leads anywhere
     assert Checkpoints(tmp_path, 2).best() is None
+
+
+def test_a_model_that_is_no_run_folder_stands_for_itself(tmp_path: Path) -> None:
+    assert resolve_model_path("starter:policy") == "starter:policy"
+    assert resolve_model_path(str(tmp_path)) == str(tmp_path)
