@@ -43,9 +43,9 @@ class Dealer:
 
     def __call__(self, name: str, size: int) -> int:
         """Return the number of the part for a tensor of `size` bytes; all ranks have to ask in the same order."""
-        number = self._part_of.setdefault(name, self._sizes.index(min(self._sizes)))
-        self._sizes[number] += size
-        return number
+        index = self._part_of.setdefault(name, self._sizes.index(min(self._sizes)))
+        self._sizes[index] += size
+        return index
 
 
 WHOLE = Part(0, 1)

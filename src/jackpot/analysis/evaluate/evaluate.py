@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jackpot.analysis.evaluate.answers import AnswerFile, model_digest, read_outcomes
 from jackpot.config.build import flat, lay, validated
-from jackpot.config.changes import changeable, changes
+from jackpot.config.changes import changeable, changes, settings_of
 from jackpot.config.engines import ServerEngineConfig
 from jackpot.config.tools import ENDLESS, BenchmarksConfig, sets_of
 from jackpot.core.cores import pick_threads
@@ -296,7 +296,7 @@ def _write_record(
         CheckpointError: settings differ; the message lists the differences.
     """
     path = folder / "config.yaml"
-    settings = json.loads(config.model_dump_json())
+    settings = settings_of(config)
     data = {benchmark.name: {"problems": benchmark.size, "digest": benchmark.digest} for benchmark in benchmarks}
     record = {"schema_version": SCHEMA_VERSION, "asked": settings, "model_digest": digest, "data": data}
 

@@ -94,7 +94,7 @@ def _listener(console: Console, runs: int, jobs: int | None) -> "scheduler.ArmLi
         if waiting and end:
             waiting -= 1
         elif waiting and lines and lines[-1]["iteration"] > 0:
-            jobs_at_once = min(waiting, jobs or max(1, cores.free_cores()))
+            jobs_at_once = min(waiting, jobs or cores.free_cores())
             # As if every iteration of every run took as long as this one.
             minutes = numbers.iteration_seconds(lines[-1]) * run.config.iterations * waiting / jobs_at_once / 60.0
             duration = f"about {minutes:,.0f} min in all (estimated from {run.name})"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jackpot.config.build import flat
+from jackpot.config.changes import settings_of
 from jackpot.config.config import Config
 from jackpot.core.errors import DataError
 from jackpot.training.run_folder.folder import RunFolder, is_evaluation, run_config
@@ -125,22 +126,20 @@ def arms_of(runs: Sequence[Run]) -> list[Arm]:
 
 def settings(config: Config) -> dict[str, Any]:
     """Return the settings that define an arm as a flat dict such as {"batch.prompts": 32}."""
-    return {
-        key: value for key, value in flat(json.loads(config.model_dump_json())).items() if key not in _NOT_OF_THE_ARM
-    }
+    return {key: value for key, value in flat(settings_of(config)).items() if key not in _NOT_OF_THE_ARM}
 
 
 def differing(groups: Sequence[Sequence[Run]]) -> dict[str, list[str]]:
     """Return the settings that differ between groups of runs: by key, the value in each group as text."""
     # For each group the text of each setting's value in the first run; the other runs of the group have the same.
-    settings_of = [
+    setting_texts = [
         {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings(run.config).items()}
         for run, *_ in groups
     ]
 
     differing_settings = {}
-    for key in dict.fromkeys(key for group_settings in settings_of for key in group_settings):
-        values = [group_settings.get(key, "(none)") for group_settings in settings_of]
+    for key in dict.fromkeys(key for group_settings in setting_texts for key in group_settings):
+        values = [group_settings.get(key, "(none)") for group_settings in setting_texts]
         if len(set(values)) > 1:
             differing_settings[key] = values
     return differing_settings

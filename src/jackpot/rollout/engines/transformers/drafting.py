@@ -302,6 +302,7 @@ class DraftedBatch(DecodingBatch):
     def _count(self, drafted: Tensor, accepted: Tensor, num_new: Tensor) -> None:
         """Count one pass of the policy in `DraftCounts`: [N] drafts, accepted drafts and new tokens of each row."""
         verifies = drafted > 0  # [N], True for rows that have drafts
+
         self._counts += DraftCounts(
             tokens=int(num_new.sum()),
             passes=len(num_new),
